@@ -268,8 +268,8 @@ def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     _, k, v, g = operands[:4]
     (heads, width), (groups, size) = (map(int, x.shape[2:]) for x in (v, k))
     dtype = exact(v.dtype)
-    g = tuple(map(int, g.shape[2:]))
-    rows = (((groups, size), k.dtype), ((heads, width), dtype), (g, dtype), ((heads, CHUNK), dtype))
+    decays = tuple(map(int, g.shape[2:]))
+    rows = (((groups, size), k.dtype), ((heads, width), dtype), (decays, dtype), ((heads, CHUNK), dtype))
     caches = (row_buffer(CHUNK - 1, unsettled, *shape, dtype=kind) for shape, kind in rows)
     return Buffer(("B", heads, size, width), dtype, indexed=True, chunk=CHUNK), *caches
 

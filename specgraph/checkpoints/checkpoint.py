@@ -12,6 +12,8 @@ from specgraph.errors import ConfigError
 
 MASK_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
 """The keys under which configurations name the mask token. The first key that has a value counts."""
+EMBEDDING, PROJECTION = "embed_tokens.weight", "lm_head.weight"
+"""The parameters of a head that may be the target's own."""
 PARTS = ("eagle_config", "dflash_config")
 """The parts of configurations that hold the keys of one kind of head."""
 

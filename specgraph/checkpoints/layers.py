@@ -11,9 +11,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
-from specgraph.checkpoints.checkpoint import Checkpoint
+from specgraph.checkpoints.checkpoint import EMBEDDING, PROJECTION, Checkpoint
 from specgraph.checkpoints.reading import Reader, layer_settings
-from specgraph.checkpoints.target import EMBEDDING, PROJECTION
 from specgraph.errors import ConfigError
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}

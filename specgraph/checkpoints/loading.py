@@ -10,17 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specgraph.checkpoints.checkpoint import Checkpoint
+from specgraph.checkpoints.checkpoint import EMBEDDING, PROJECTION, Checkpoint
 from specgraph.checkpoints.files import StoredTensor
-from specgraph.checkpoints.target import TargetTensors
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.tensors import equal_tensors
+
+COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
+"""Tensors that are computed and not read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,21 +33,29 @@ class HeadLoader:
     Attributes:
         checkpoint: the checkpoint.
         stored: its tensors, by the names of the module's parameters.
-        target: the target, which gives the head its device and dtype, and the tensors that it borrows.
+        model: the target, from which the head borrows tensors. Its weights need not be loaded.
+        info: facts about it; the head gets its device and dtype.
         what: what the head is, in words, such as ``an EAGLE-3 head``.
-        borrowed: the parameters that are taken from the target if the checkpoint does not have them.
         ignored: matches the names of tensors that are not parameters of the module: something else reads them, they are
             computed, or only training needs them.
         shown: gives the name that the file has for a parameter.
+        borrowed: the parameters that are taken from the target if the checkpoint does not have them.
     """
 
     checkpoint: Checkpoint
     stored: Mapping[str, StoredTensor]
-    target: TargetTensors
+    model: PreTrainedModel
+    info: ModelInfo
     what: str
-    borrowed: Sequence[str] = ()
-    ignored: re.Pattern[str] = re.compile(r"$^")
+    ignored: re.Pattern[str] = COMPUTED
     shown: Callable[[str], str] = str
+    borrowed: Sequence[str] = (EMBEDDING, PROJECTION)
+
+    @property
+    def own(self) -> dict[str, nn.Parameter]:
+        """The tensors of the target that heads borrow, by the names of the heads' parameters."""
+        modules: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        return {name: module.weight for name, module in zip((EMBEDDING, PROJECTION), modules, strict=True)}
 
     def add_biases(self, module: nn.Module, without: Sequence[str] = ()) -> None:
         """Give linear layers the biases that the file has, whatever its configuration says.
@@ -99,7 +110,7 @@ class HeadLoader:
 
     def unfit(self, found: str, needed: str) -> ConfigError:
         """The error that says that the head was made for another target."""
-        return unfit(self.checkpoint, self.target.info, found, needed)
+        return unfit(self.checkpoint, self.info, found, needed)
 
     def _check_tensor(self, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
@@ -112,20 +123,19 @@ class HeadLoader:
             )
 
     def _check_borrowed(self, name: str, shape: tuple[int, ...]) -> None:
-        own = self.target.own[name]
+        own = self.own[name]
         if tuple(own.shape) != shape:
             raise self.unfit(f"it has no {name}, needs {list(shape)}", f"has {list(own.shape)}")
 
     def _parameter(self, name: str, expected: Tensor) -> nn.Parameter:
         if name not in self.stored:
-            return self.target.own[name]
-        info = self.target.info
-        read = self.stored[name].read().reshape(expected.shape).to(info.dtype)
-        if name in self.borrowed and equal_tensors(read, self.target.own[name]):
-            return self.target.own[name]
+            return self.own[name]
+        read = self.stored[name].read().reshape(expected.shape).to(self.info.dtype)
+        if name in self.borrowed and equal_tensors(read, self.own[name]):
+            return self.own[name]
         # A CPU may round a matrix product differently when operands are not aligned, and a mapped file aligns none.
         # So the tensor is copied.
-        return nn.Parameter(read.to(info.device, copy=True).contiguous(), requires_grad=False)
+        return nn.Parameter(read.to(self.info.device, copy=True).contiguous(), requires_grad=False)
 
     def _listed(self, names: Sequence[str]) -> str:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -20,7 +20,7 @@ def read_vocabulary(loader: HeadLoader, size: int) -> Tensor | None:
     Raises:
         ConfigError: ``d2t`` is missing or damaged, or made for another target.
     """
-    vocab = loader.target.info.vocab_size
+    vocab = loader.info.vocab_size
     if "d2t" not in loader.stored:
         if size != vocab:
             raise loader.unfit(f"it has no d2t and a draft vocabulary of {size}", f"has a vocabulary of {vocab}")
@@ -50,7 +50,7 @@ def _integers(loader: HeadLoader, name: str, size: int | None = None) -> Tensor:
 
 def _checked(loader: HeadLoader, name: str, ids: Tensor) -> Tensor | None:
     """``ids`` on the target's device, or None if every draft id equals its target id."""
-    info, path = loader.target.info, loader.checkpoint.path
+    info, path = loader.info, loader.checkpoint.path
     outside = ids[(ids < 0) | (ids >= info.vocab_size)]
     if len(outside):
         raise ConfigError(

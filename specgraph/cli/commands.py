@@ -212,23 +212,9 @@ def _file_prompts(options: BenchConfig, limit: int | None = None) -> list[Tensor
 
 
 def train(cfg: DictConfig) -> dict[str, str]:
-    """Train a target and a draft. Progress is shown on standard error."""
-    from specgraph.training import run_training
-
-    options: Any = OmegaConf.to_object(cfg)
-    report = run_training(options)
-    print(report)
-    measured = report.acceptance
-    result = {"held-out loss": f"{report.target.heldout_loss:.3f}"}
-    if measured is not None:
-        result = {"acceptance length": f"{measured.acceptance_length:.3f}"}
-    return {**result, "seconds": f"{report.seconds:.0f}"}
-
-
-def train_head(cfg: DictConfig) -> dict[str, str]:
     """Train a head for a target. Progress is shown on standard error."""
-    from specgraph.training.heads import train_head
-    from specgraph.training.heads.config import check_dtype, check_head_config
+    from specgraph.training import train_head
+    from specgraph.training.config import check_dtype, check_head_config
 
     options: Any = OmegaConf.to_object(cfg)
     check_head_config(options)  # before a model is loaded
@@ -243,7 +229,7 @@ def train_head(cfg: DictConfig) -> dict[str, str]:
 
 
 _COMMANDS = {"generate": generate, "dump": dump, "explore": explore, "diff": diff, "inspect": inspect, "bench": bench,
-             "train": train, "train_head": train_head}  # fmt: skip
+             "train": train}  # fmt: skip
 
 
 def _split(name: str, cfg: DictConfig) -> tuple[Config, Any]:

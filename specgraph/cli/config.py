@@ -26,13 +26,7 @@ def _bench_config() -> type:
 
 
 def _train_config() -> type:
-    from specgraph.training.config import TrainConfig
-
-    return TrainConfig
-
-
-def _head_config() -> type:
-    from specgraph.training.heads.config import HeadTrainConfig
+    from specgraph.training.config import HeadTrainConfig
 
     return HeadTrainConfig
 
@@ -111,10 +105,10 @@ COMMANDS = {
         base="bench",
     ),
     "train": Command(
-        "train a small target and its draft from questions and answers",
+        "train a draft head for a frozen target on the target's own answers",
         _train_config,
-        "data=FILE.jsonl output=FOLDER [KEY=VALUE ...], or draft=HEAD model=PATH ... (train draft=HEAD --help)",
-        ("data=questions.jsonl output=models",),
+        f"draft={'|'.join(trained_by())} model=PATH data=FILE.jsonl output=FOLDER [KEY=VALUE ...]",
+        ("draft=eagle3 model=path/of/a/model data=questions.jsonl output=head",),
     ),
 }
 
@@ -126,48 +120,27 @@ def options_of(name: str, cfg: DictConfig) -> Any:
         ConfigError: a key that has no default is not set.
     """
     for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:
-        raise ConfigError(f"{key} is not set: python -m specgraph {name} {CONFIGURATIONS[name].usage}")
+        raise ConfigError(f"{key} is not set: python -m specgraph {name} {COMMANDS[name].usage}")
     return OmegaConf.to_object(cfg)
 
 
-TRAIN_HEAD = "train_head"
-"""The name of the configuration with which ``train draft=HEAD`` runs."""
-CONFIGURATIONS = COMMANDS | {
-    TRAIN_HEAD: Command(
-        "train a draft head for a frozen target on the target's own answers",
-        _head_config,
-        f"draft={'|'.join(trained_by())} model=PATH data=FILE.jsonl output=FOLDER [KEY=VALUE ...]",
-        ("draft=eagle3 model=path/of/a/model data=questions.jsonl output=head",),
-    )
-}
-
-
-def choose(name: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """The name of the configuration with which a command runs, and its overrides.
-
-    For ``train``, the configuration depends on ``draft=``.
+def trained_head(name: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides, with the head that ``train`` trains in the key ``algorithm`` in the place of ``draft``.
 
     Raises:
         ConfigError: ``draft=`` names nothing that can be trained.
     """
-    chosen = [override.partition("=")[2] for override in overrides if override.startswith("draft=")]
-    if name != "train" or not chosen:
-        return name, list(overrides)
-    values, others = chosen[-1].split(","), [override for override in overrides if not override.startswith("draft=")]
+    if name != "train":
+        return list(overrides)
     heads = list(trained_by())
-    valid = ("draft_model", *heads)
-    for value in values:
-        if value not in valid:
+    chosen = [override.removeprefix("draft=") for override in overrides if override.startswith("draft=")]
+    for value in ",".join(chosen).split(",") if chosen else ():
+        if value not in heads:
             raise ConfigError(
-                f"There is no draft={value} to train{did_you_mean(value, valid)}; draft is draft_model (a small model "
-                f"with its target, the default), {', '.join(heads[:-1])} or {heads[-1]} (a head for the target in "
-                "model=PATH)."
+                f"There is no draft={value} to train{did_you_mean(value, heads)}; draft is {', '.join(heads[:-1])} "
+                f"or {heads[-1]}, a head for the target in model=PATH."
             )
-    if "draft_model" not in values:
-        return TRAIN_HEAD, [f"algorithm={chosen[-1]}", *others]
-    if len(values) > 1:
-        raise ConfigError(f"draft={chosen[-1]}: a draft_model and a head have other keys; train them one by one.")
-    return name, others
+    return [re.sub("^draft=", "algorithm=", override) for override in overrides]
 
 
 def draft_paths(name: str, overrides: Sequence[str], sweep: bool) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from specgraph.cli.config import COMMANDS, CONFIGURATIONS, TRAIN_HEAD, choose, draft_paths, literal, unquoted
+from specgraph.cli.config import COMMANDS, draft_paths, literal, trained_head, unquoted
 from specgraph.cli.flags import read_flags
 from specgraph.cli.generation import refuse_arguments
 from specgraph.cli.help import help_text, overview
@@ -72,14 +72,14 @@ def _run(name: str, flags: Mapping[str, str], overrides: Sequence[str]) -> int:
     if name == "generate":
         refuse_arguments([*map(str, given), *overrides])
     overrides = draft_paths(name, [_literal(item, TEXTS if sweep else TEXTS + PATHS) for item in overrides], sweep)
-    name, overrides = choose(name, overrides)
-    command, schema = CONFIGURATIONS[name], CONFIGURATIONS[name].schema()
+    overrides = trained_head(name, overrides)
+    command, schema = COMMANDS[name], COMMANDS[name].schema()
     points = jobs(overrides, command.base, folder) if sweep else [overrides]
     status, results = 0, list[tuple[list[str], dict[str, str]]]()
     for point in points:
         cfg = compose(schema, given, point, command.base, folder)
         if "help" in flags:
-            print(help_text(name.partition("_")[0], command, cfg))
+            print(help_text(name, command, cfg))
             return 0
         if "cfg" in flags:
             print(_shown(cfg, flags))
@@ -130,11 +130,9 @@ def _plain_warnings() -> Iterator[None]:
 
 def _keys(name: str) -> dict[str, bool]:
     """The keys of a command, and whether each is true or false."""
-    found = {FILE: False}
-    for key in (name, TRAIN_HEAD) if name == "train" else (name,):
-        every = compose(CONFIGURATIONS[key].schema(), base=CONFIGURATIONS[key].base)
-        found |= {key: (allowed_at(key, every) or "").startswith("true or false") for key in keys(every)}
-    return found
+    every = compose(COMMANDS[name].schema(), base=COMMANDS[name].base)
+    found = {key: (allowed_at(key, every) or "").startswith("true or false") for key in keys(every)}
+    return {FILE: False, **({"draft": False} if name == "train" else {}), **found}
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:

@@ -8,42 +8,28 @@ the traced modules, says what it reads of the target, and writes its nodes into 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files
 from specgraph.config import DraftConfig
-from specgraph.drafters.plan import HeadPlan
 from specgraph.errors import ConfigError
 from specgraph.frontend.tracing import TracedModel
+from specgraph.ir import drafter as ir
 from specgraph.ir.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specgraph.drafters.step import DraftStep
 
+Mask = ir.Mask
 DraftLike: TypeAlias = "PreTrainedModel | DraftHead | Checkpoint | str | Path"
 """What ``draft=`` takes."""
-
-
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """What a drafter runs in the place of a token it has not drafted yet, when it drafts in parallel.
-
-    Attributes:
-        token_id: the mask token, an id its embedding takes.
-        hidden: ``[H]``, what stands in for the hidden state, for drafters that read one.
-    """
-
-    token_id: int
-    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,43 +70,20 @@ class Target:
 
 
 @dataclass(frozen=True, eq=False)
-class Drafter(ABC):
-    """A drafter, bound to a target.
+class Drafter(ir.Drafter):
+    """A drafter of the registry.
 
     Class attributes: ``kind`` is its name in the configuration, ``Config`` its configuration class, ``reads`` what
     checkpoints it reads, in words, ``needs`` what ``draft=`` must give it (None: nothing), ``fallback`` whether it
-    recognises what no other drafter does, ``chained`` whether it makes its drafts by a chain of calls, ``looks_up``
-    whether its drafts are a function of the accepted tokens, without a network, so that K may be chosen after a look at
-    them, ``head`` the class of the modules that a :class:`DraftHead` holds for it, ``new_layers`` the number of layers
-    of a new one.
-
-    Attributes:
-        num_speculative_tokens: K, drafts per step and sequence.
-        modules: its traced graphs by the names they get in the program.
-        models: facts about those of its modules that attend, by name.
-        features: indices ``k`` of the target hidden states ``hs[k]`` it reads.
-        draft_to_target: int64 ``[Vd]``, the target id of every draft id; None if they are the same.
-        mask: makes ``draft.parallel`` possible.
-        parallel: whether it was trained to draft in parallel, which is then the default.
+    recognises what no other drafter does, ``head`` the class of the modules that a :class:`DraftHead` holds for it.
     """
-
-    num_speculative_tokens: int = 0
-    modules: dict[str, fx.GraphModule] = field(default_factory=dict)
-    models: dict[str, ModelInfo] = field(default_factory=dict)
-    features: tuple[int, ...] = ()
-    draft_to_target: Tensor | None = None
-    mask: Mask | None = None
-    parallel: bool = False
 
     kind: ClassVar[str]
     Config: ClassVar[type[DraftConfig]] = DraftConfig
     reads: ClassVar[str | None] = None
     needs: ClassVar[str | None] = None
     fallback: ClassVar[bool] = False
-    chained: ClassVar[bool] = False
-    looks_up: ClassVar[bool] = False
     head: ClassVar[type[nn.Module] | None] = None
-    new_layers: ClassVar[int] = 1
 
     @classmethod
     def called(cls, parallel: bool) -> str:
@@ -136,18 +99,6 @@ class Drafter(ABC):
     def shifted(self) -> bool:
         """Whether row ``t`` of its chain takes token ``t + 1`` and a hidden state."""
         return self.chained and bool(self.features)
-
-    @property
-    def lookahead(self) -> int:
-        """How many tokens behind it a row of its cache depends on: row ``p`` is a function of tokens 0 to ``p + this``.
-
-        A shifted drafter's depends on one. Sequences share a page of the cache only if those tokens are the same, too.
-        """
-        return 1
-
-    @abstractmethod
-    def build(self, step: DraftStep) -> int:
-        """Append its nodes to the step graph; returns the number of its calls per step."""
 
     # The registry entry
 
@@ -182,8 +133,7 @@ class Drafter(ABC):
     @classmethod
     def takes(cls, given: object) -> bool:
         """Whether a loaded draft is for this drafter."""
-        # The module of one kind of head may derive from that of another.
-        return isinstance(given, DraftHead) and type(given.module) is cls.head
+        return False
 
     @classmethod
     def choices(cls, checkpoint: Checkpoint, options: Any, target_layers: int | None) -> tuple[Choice, ...]:
@@ -194,37 +144,6 @@ class Drafter(ABC):
     def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
         """Raise ``ConfigError`` if a checkpoint does not fit a target whose weights are not loaded."""
         raise ConfigError(f"{checkpoint.path}: {cls.kind} runs no checkpoints.")
-
-    @classmethod
-    def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
-        """The hidden states that a new head reads of a target with so many layers: the last one, behind its norm."""
-        return (num_layers,)
-
-    @classmethod
-    def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
-        """An untrained head in float32 on the target's device, for one of :attr:`Config`'s ``trains``.
-
-        Raises:
-            ConfigError: heads of this drafter are not trained here, or a size does not fit.
-        """
-        raise ConfigError(f"{cls.kind} has no heads to train.")
-
-    @classmethod
-    def save_head(
-        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
-        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
-    ) -> Path:  # fmt: skip
-        """Write a trained head as a checkpoint that :meth:`recognise` knows.
-
-        Args:
-            head: it; its tensors keep their dtypes.
-            folder: where to; it is made if it is missing.
-            target_name, target_architectures: of the target, for the record.
-            algorithm: how it was trained.
-            num_speculative_tokens: K it was trained for.
-            shared: the target's own tensors, which are left out.
-        """
-        raise ConfigError(f"{cls.kind} has no heads to save.")
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: Any) -> DraftHead | None:

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,17 +33,27 @@ from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.loading import check_size, shared_notes
+from specgraph.checkpoints.loading import HeadLoader, check_size
 from specgraph.config import DraftConfig
 from specgraph.config.drafters import DFlashDraftConfig
-from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
-from specgraph.drafters.dflash_loading import default_features, load_head, read_options
+from specgraph.drafters.base import DraftHead, Target
+from specgraph.drafters.dflash_loading import (
+    IGNORED,
+    MASK_EMBEDDING,
+    default_features,
+    load_head,
+    read_options,
+    stored_tensors,
+)
 from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
-from specgraph.drafters.dflash_saving import save_head
-from specgraph.drafters.plan import HeadPlan, plain_layer
+from specgraph.drafters.dflash_saving import z_lab_config
+from specgraph.drafters.heads import HeadDrafter, Record
+from specgraph.drafters.parts import FEATURES as INPUT
+from specgraph.drafters.parts import Part, export_parts
+from specgraph.drafters.plan import HeadPlan, plain_layer, random_plan
+from specgraph.drafters.shifted import body_info
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
-from specgraph.frontend.tracing import export_hooked
 from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels.step.block import block_rows
 
@@ -51,12 +62,13 @@ FEATURES, CONTEXT, BLOCK = "draft_features", "draft_context", "draft"
 keys and values of these rows, and the third runs a block and gives its logits."""
 OTHERS = re.compile("Draft|DSpark|XPress")
 """Matches classes of heads of other kinds with the same layers."""
-RANDOM_LAYERS = 5
-"""The number of layers of a random head, which is that of the published heads."""
+RANDOM_LAYERS, RANDOM_RANK = 5, 256
+"""The number of layers of a random head, and the rank of its Markov head if its kind has one, which are those of the
+published heads."""
 
 
 @dataclass(frozen=True, eq=False)
-class DFlashDrafter(Drafter):
+class DFlashDrafter(HeadDrafter):
     """Runs a DFlash head: keeps the context of the accepted rows, then drafts one block.
 
     Attributes:
@@ -70,7 +82,6 @@ class DFlashDrafter(Drafter):
     kind: ClassVar[str] = "dflash"
     Config: ClassVar[type[DraftConfig]] = DFlashDraftConfig
     reads: ClassVar[str | None] = "DFlash heads (z-lab and speculators layouts)"
-    needs: ClassVar[str | None] = "head"
     head: ClassVar[type[nn.Module] | None] = DFlash
     new_layers: ClassVar[int] = RANDOM_LAYERS
     returned: ClassVar[str] = "block_logits"
@@ -130,39 +141,29 @@ class DFlashDrafter(Drafter):
     def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
         """Load a head; see :func:`~specgraph.drafters.dflash_loading.load_head`."""
         check_size(checkpoint, info)
-        return load_head(checkpoint, read_options(checkpoint, options, info.num_layers), model, info)
+        found = read_options(checkpoint, options, info.num_layers)
+        loader = HeadLoader(checkpoint, stored_tensors(checkpoint), model, info, "a DFlash head", IGNORED)
+        return load_head(loader, found, cls.module)
 
     @classmethod
-    def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
-        """Load the head onto the target's device, which is ``meta`` for a target without weights."""
-        cls.load(checkpoint, options, model, info)
+    def module(cls, settings: Mapping[str, Any], *, mask_embedding: bool) -> DFlash:
+        """A module of this kind."""
+        return DFlash(DFlashConfig(**settings), mask_embedding=mask_embedding)
 
     @classmethod
-    def make(cls, options: Any, target: Target, given: Any) -> Draft:
-        """Bind a loaded head, or load one from a checkpoint first."""
-        notes: tuple[str, ...] = ()
-        if isinstance(given, Checkpoint):
-            checkpoint, given = given, cls.load(given, options, target.model, target.info)
-            notes = (checkpoint.about, *shared_notes(checkpoint.tensors, given.module, target.model))
-        config: DFlashConfig = given.module.config
-        width, count = config.target_hidden_size, config.num_features
-        check_place(given, given.module.lm_head.weight, target.info, width=width, count=count)
-        return Draft(cls.bind(given, options.num_speculative_tokens, options.block_rows), notes=notes)
-
-    @classmethod
-    @torch.no_grad()
-    def bind(cls, head: DraftHead, num_speculative_tokens: int, block_rows: int | None = None) -> DFlashDrafter:
-        """The drafter that runs a loaded head on blocks of ``block_rows`` rows; None chooses their number.
+    def bind(cls, head: DraftHead, options: Any, target: Target) -> Self:
+        """The drafter that runs a loaded head on blocks of ``draft.block_rows`` rows; None chooses their number.
 
         Raises:
             ConfigError: the head was trained on shorter blocks, or the drafts need longer ones.
         """
         module: DFlash = head.module
         assert head.mask_token_id is not None  # every head of this kind has one
-        rows, info = num_rows(module.config, num_speculative_tokens, block_rows), _info(module)
-        exported = cls.export(module, rows - 1, num_speculative_tokens)
-        return cls(num_speculative_tokens, exported, {CONTEXT: info, BLOCK: info}, head.features,
-                   module.draft_to_target, mask_token_id=head.mask_token_id, num_masks=rows - 1)  # fmt: skip
+        count = options.num_speculative_tokens
+        rows, info = num_rows(module.config, count, options.block_rows), body_info(module, type(module).__name__)
+        exported = cls.export(module, rows - 1, count)
+        return cls(count, exported, {CONTEXT: info, BLOCK: info}, head.features, module.draft_to_target,
+                   mask_token_id=head.mask_token_id, num_masks=rows - 1)  # fmt: skip
 
     @classmethod
     def export(cls, module: Any, num_masks: int, count: int) -> dict[str, fx.GraphModule]:
@@ -175,15 +176,27 @@ class DFlashDrafter(Drafter):
         return tuple(sorted({min(max(k, 1), num_layers) for k in default_features(RANDOM_LAYERS, num_layers)}))
 
     @classmethod
-    def save_head(
-        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
-        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
-    ) -> Path:  # fmt: skip
-        """Write the head in the layout of z-lab."""
-        return save_head(head, folder, target_name=target_name, shared=shared)
+    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
+        """The configuration of the layout of z-lab."""
+        return z_lab_config(head, record.target_name)
 
     @classmethod
-    def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
+    def saved_tensors(cls, head: DraftHead) -> dict[str, Tensor]:
+        """The tensors but for the embedding of the mask token, which has a file of its own."""
+        found = super().saved_tensors(head)
+        return {name: tensor for name, tensor in found.items() if name != MASK_EMBEDDING}
+
+    @classmethod
+    def save_head(cls, head: DraftHead, folder: str | Path, **record: Any) -> Path:
+        """Write the files of a head, with ``mask_embedding.pt`` if it has one."""
+        saved, embedding = super().save_head(head, folder, **record), head.module.mask_embedding
+        if embedding is not None:
+            kept = {"embedding": embedding.detach().cpu().clone(), "mask_token_id": head.mask_token_id}
+            torch.save(kept, saved / f"{MASK_EMBEDDING}.pt")
+        return saved
+
+    @classmethod
+    def new_head(cls, algorithm: str, plan: HeadPlan, mask_embedding: bool = True) -> DraftHead:
         """A head whose embedding and projection are the target's own frozen tensors.
 
         It learns an embedding for the mask token. That of a token of the target, which is frozen, says nothing about
@@ -197,22 +210,21 @@ class DFlashDrafter(Drafter):
                 f"head.feature_layers={list(plan.features)}: heads of this kind read outputs of layers; give indices "
                 "from 1 on."
             )
-        config = DFlashConfig(
-            layers=plan.layers,
-            masks=(BlockMask(causal=plan.causal),) * plan.layers.num_hidden_layers,
-            target_hidden_size=plan.embedding.shape[1],
-            num_features=len(plan.features),
-            draft_vocab_size=len(plan.projection),
-            block_size=plan.steps + 1,
-        )
-        module = cls.new_module(config, plan).to(plan.embedding.device)
+        module = cls.module(cls.new_settings(plan), mask_embedding=mask_embedding).to(plan.embedding.device)
         module.start(plan)
         return DraftHead(module, plan.features, plan.mask_token_id)
 
     @classmethod
-    def new_module(cls, config: DFlashConfig, plan: HeadPlan) -> DFlash:
-        """The module of a new head, on the CPU."""
-        return DFlash(config, mask_embedding=True)
+    def new_settings(cls, plan: HeadPlan) -> dict[str, Any]:
+        """The fields of the configuration of a new head."""
+        return {
+            "layers": plan.layers,
+            "masks": (BlockMask(causal=plan.causal),) * plan.layers.num_hidden_layers,
+            "target_hidden_size": plan.embedding.shape[1],
+            "num_features": len(plan.features),
+            "draft_vocab_size": len(plan.projection),
+            "block_size": plan.steps + 1,
+        }
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:
@@ -221,26 +233,15 @@ class DFlashDrafter(Drafter):
         Its blocks have the rows that the drafts need, if ``block_rows`` asks for no other number.
         """
         text: Any = model.config.get_text_config()
-        features = cls.feature_layers(text.num_hidden_layers)
-        embedding: Any = model.get_input_embeddings()
-        projection: Any = model.get_output_embeddings()
-        layers = plain_layer(text, len(embedding.weight), "qwen3", RANDOM_LAYERS)
-        config = DFlashConfig(
-            layers=layers,
-            masks=(BlockMask(),) * RANDOM_LAYERS,
-            target_hidden_size=text.hidden_size,
-            num_features=len(features),
-            draft_vocab_size=len(projection.weight),
-            block_size=options.block_rows or options.num_speculative_tokens + cls.random_first_row,
-        )
-        module = cls.random_module(config)
-        module.embed_tokens.weight, module.lm_head.weight = embedding.weight, projection.weight
-        return DraftHead(module.eval().requires_grad_(False), features, len(embedding.weight) - 1)
-
-    @classmethod
-    def random_module(cls, config: DFlashConfig) -> DFlash:
-        """A module of the usual kind, with random weights."""
-        return DFlash(config)
+        plan = random_plan(model, cls.feature_layers(text.num_hidden_layers), options.num_speculative_tokens)
+        rows = len(plan.embedding)
+        plan = replace(plan, layers=plain_layer(text, rows, "qwen3", RANDOM_LAYERS), mask_token_id=rows - 1,
+                       markov_rank=RANDOM_RANK, confidence=True)  # fmt: skip
+        if options.block_rows:
+            plan = replace(plan, steps=options.block_rows - cls.random_first_row)
+        head = cls.new_head(cls.kind, plan, mask_embedding=False)
+        head.module.eval().requires_grad_(False)
+        return head
 
 
 def num_rows(config: DFlashConfig, num_speculative_tokens: int, block_rows: int | None) -> int:
@@ -264,57 +265,16 @@ def num_rows(config: DFlashConfig, num_speculative_tokens: int, block_rows: int 
     return block_rows or (needed if all(mask.causal for mask in config.masks) else size)
 
 
-def _info(module: DFlash) -> ModelInfo:
-    weight = module.lm_head.weight
-    return ModelInfo(type(module).__name__, module.lm_head.out_features, len(module.layers), module.lm_head.in_features,
-                     weight.dtype, weight.device, None, module.embed_tokens.num_embeddings)  # fmt: skip
-
-
-class _Features(nn.Module):
-    """One of the three parts of a head that are exported. The names of arguments become those of the graphs' inputs."""
-
-    def __init__(self, head: DFlash) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, *features: Tensor) -> Tensor:
-        return self.head.combine(*features)
-
-
-class _Context(_Features):
-    def forward(self, hidden: Tensor, positions: Tensor) -> None:  # type: ignore[override]
-        self.head.keep(hidden, positions)
-
-
-class _Block(_Features):
-    def __init__(self, head: DFlash, count: int) -> None:
-        super().__init__(head)
-        self.count = count
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Any:  # type: ignore[override]
-        return self.head.draft(tokens, positions, self.count)
-
-
 def export_block(head: DFlash, num_masks: int, count: int) -> dict[str, fx.GraphModule]:
     """Export a head as the three graphs that :data:`FEATURES`, :data:`CONTEXT` and :data:`BLOCK` name.
 
     The first two take any number of rows. The third takes ``num_masks + 1`` rows and gives the logits of ``count``
     drafts.
     """
-    weight = head.lm_head.weight
-    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
-    rows, block = {0: batch, 1: length}, {0: batch}
-    # Each argument is a tensor of its own, because export would merge inputs that are the same tensor.
-    features = tuple(weight.new_zeros(3, 5, head.config.target_hidden_size) for _ in range(head.config.num_features))
-    hidden = weight.new_zeros(3, 5, head.fc.out_features)
-    tokens, places = hidden.new_zeros(3, num_masks + 1, dtype=torch.int64), _positions(num_masks + 1, weight)
-    parts: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = {
-        FEATURES: (_Features(head), features, {"features": (rows,) * len(features)}),
-        CONTEXT: (_Context(head), (hidden, _positions(5, weight)), {"hidden": rows, "positions": rows}),
-        BLOCK: (_Block(head, count), (tokens, places), {"tokens": block, "positions": block}),
+    parts = {
+        FEATURES: Part(head.combine, (INPUT,) * head.num_features),
+        CONTEXT: Part(head.keep, ("hidden", "positions")),
+        BLOCK: Part(partial(head.draft, count=count), ("tokens", "positions"), num_masks + 1),
     }
-    return {name: export_hooked(part, args, dims, name, "head.") for name, (part, args, dims) in parts.items()}
-
-
-def _positions(length: int, like: Tensor) -> Tensor:
-    return torch.arange(length, device=like.device).expand(3, length).contiguous()
+    widths = {INPUT: head.target_hidden_size, "hidden": head.fc.out_features}
+    return export_parts(head, head.lm_head.weight, widths, parts)

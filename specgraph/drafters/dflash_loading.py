@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from specgraph.checkpoints.checkpoint import Checkpoint, Choice
+from specgraph.checkpoints.checkpoint import Checkpoint
 from specgraph.checkpoints.files import StoredTensor, load_pickle
-from specgraph.checkpoints.layers import LayerShape, layer_config, read_layers, read_size
+from specgraph.checkpoints.head_options import HeadOptions, check_mask_token, module_settings
+from specgraph.checkpoints.layers import read_layers, read_size
 from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import ID_KEYS, Reader, layer_settings
-from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
 from specgraph.checkpoints.vocabulary import read_vocabulary
 from specgraph.drafters.base import DraftHead
-from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
+from specgraph.drafters.dflash_module import BlockMask, DFlash
 from specgraph.drafters.eagle3 import default_features as eagle3_features
 from specgraph.drafters.shifted import fill_head
 from specgraph.errors import ConfigError
-from specgraph.ir.model_info import ModelInfo
 
 IGNORED = re.compile(r"t2d$|d2t$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
 """Tensors that are not parameters of the module: others read them, they are computed, or only training needs them."""
@@ -42,25 +40,6 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "final_logit_softcapping": (None, 0),
 }  # fmt: skip
 """Keys of variants that have another forward pass or another meaning of rows, and the values that mean none of that."""
-
-
-@dataclass(frozen=True)
-class HeadOptions(LayerShape):
-    """How the tensors of a checkpoint are used. :class:`~specgraph.drafters.dflash_module.DFlashConfig` says what the
-    options mean.
-
-    Attributes:
-        features: the indices k of the hidden states hs[k] that the head reads; None if they depend on the target and
-            the target is not known.
-        sources: every option with its value and the place from which the value was taken.
-    """
-
-    features: tuple[int, ...] | None
-    masks: tuple[BlockMask, ...]
-    block_size: int
-    sample_from_anchor: bool
-    mask_token_id: int
-    sources: tuple[Choice, ...]
 
 
 def default_features(num_draft_layers: int, num_layers: int) -> tuple[int, ...]:
@@ -102,18 +81,17 @@ def head_reader(checkpoint: Checkpoint) -> Reader:
 
 def common_options(reader: Reader, overrides: Any, target_layers: int | None, sample_from_anchor: bool) -> HeadOptions:
     """The options of all heads with these layers; see :func:`read_options`."""
-    checkpoint = reader.checkpoint
-    shape = read_layers(reader, set(checkpoint.tensors), overrides.rope_theta)
+    shape = read_layers(reader, set(reader.checkpoint.tensors), overrides.rope_theta)
     reader = _with_defaults(reader, shape.num_layers)
-    return HeadOptions(
-        **vars(shape),
-        features=reader.features(overrides.feature_layers, target_layers, True),
-        masks=_masks(reader, shape.num_layers, overrides),
-        block_size=_block_size(reader, 1 if sample_from_anchor else 2),
-        sample_from_anchor=sample_from_anchor,
-        mask_token_id=_mask_token(reader, overrides),
-        sources=tuple(reader.sources),
-    )
+    features = reader.features(overrides.feature_layers, target_layers, True)
+    settings = {
+        "masks": _masks(reader, shape.num_layers, overrides),
+        "block_size": _block_size(reader, 1 if sample_from_anchor else 2),
+        "sample_from_anchor": sample_from_anchor,
+    }
+    mask = _mask_token(reader, overrides)
+    return HeadOptions(**vars(shape), features=features, mask_token_id=mask, settings=settings,
+                       sources=tuple(reader.sources))  # fmt: skip
 
 
 def _with_defaults(reader: Reader, num_draft_layers: int) -> Reader:
@@ -219,46 +197,30 @@ def read_mask_embedding(path: Path) -> tuple[Tensor, int | None] | None:
     return embedding.flatten(), None if token is None else int(token)
 
 
-Make = Callable[..., DFlash]
-"""Makes a module without weights of a :class:`DFlashConfig` and the argument ``mask_embedding``."""
-
-
-def load_head(
-    checkpoint: Checkpoint, options: HeadOptions, model: PreTrainedModel, info: ModelInfo, what: str = "a DFlash head",
-    make: Make = DFlash,
-) -> DraftHead:  # fmt: skip
+def load_head(loader: HeadLoader, options: HeadOptions, make: Callable[..., DFlash]) -> DraftHead:
     """Build the head on the target's device and in its dtype.
 
-    If the checkpoint lacks ``embed_tokens`` or ``lm_head``, or has one that equals the target's, the head uses the
-    target's own tensor and not a copy.
-
     Args:
-        checkpoint: its files.
+        loader: its files, with :func:`stored_tensors`.
         options: how they are used, as :func:`read_options` says.
-        model: the target.
-        info: facts about it.
-        what: what the head is, in words.
-        make: makes the module.
+        make: makes the module without weights, of the fields of its configuration, and of ``mask_embedding``.
 
     Raises:
         ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
     """
-    loader = HeadLoader(checkpoint, _stored(checkpoint), TargetTensors.of(model, info), what, (EMBEDDING, PROJECTION),
-                        IGNORED)  # fmt: skip
-    if options.features is None:
-        raise ConfigError(f"{checkpoint.path} does not say which hidden states it reads; set draft.feature_layers.")
-    config = _config(loader, options, len(options.features))
+    settings = module_settings(loader, options)
     with torch.device("meta"):
-        module = make(config, mask_embedding=MASK_EMBEDDING in loader.stored)
+        module = make(settings, mask_embedding=MASK_EMBEDDING in loader.stored)
     loader.add_biases(module, without=("lm_head",))
     loader.check(module)
-    _check_mask(loader, module, options.mask_token_id)
-    fill_head(loader, module, config.layers)
-    module.draft_to_target = read_vocabulary(loader, config.draft_vocab_size)
-    return DraftHead(module.eval(), options.features, options.mask_token_id)
+    if module.mask_embedding is None:
+        check_mask_token(loader, options.mask_token_id, module.embed_tokens.num_embeddings)
+    fill_head(loader, module, module.config.layers)
+    module.draft_to_target = read_vocabulary(loader, module.config.draft_vocab_size)
+    return DraftHead(module.eval(), options.features or (), options.mask_token_id)
 
 
-def _stored(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, with the mask embedding if it has one."""
     found, tensors = read_mask_embedding(checkpoint.path), dict(checkpoint.tensors)
     if found is not None:
@@ -266,29 +228,3 @@ def _stored(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
         shape, file = tuple(embedding.shape), checkpoint.path / f"{MASK_EMBEDDING}.pt"
         tensors[MASK_EMBEDDING] = StoredTensor(shape, embedding.dtype, file, lambda: embedding)
     return tensors
-
-
-def _config(loader: HeadLoader, options: HeadOptions, num_features: int) -> DFlashConfig:
-    info, stored, checkpoint = loader.target.info, loader.stored, loader.checkpoint
-    head, embedding = stored.get(PROJECTION), stored.get(EMBEDDING)
-    rows = len(loader.target.own[EMBEDDING]) if embedding is None else max(*embedding.shape[:1], info.vocab_size)
-    counted = head.shape[0] if head is not None and head.shape else info.vocab_size
-    named = checkpoint.config.get("draft_vocab_size") is not None
-    return DFlashConfig(
-        layers=layer_config(checkpoint, options, rows),
-        masks=options.masks,
-        target_hidden_size=info.hidden_size,
-        num_features=num_features,
-        draft_vocab_size=read_size(checkpoint, "draft_vocab_size") if named else counted,
-        block_size=options.block_size,
-        sample_from_anchor=options.sample_from_anchor,
-    )
-
-
-def _check_mask(loader: HeadLoader, module: DFlash, mask_token_id: int) -> None:
-    rows = module.embed_tokens.num_embeddings
-    if module.mask_embedding is None and not 0 <= mask_token_id < rows:
-        raise ConfigError(
-            f"The mask token of {loader.checkpoint.path} is {mask_token_id}, outside its vocabulary of {rows}; set "
-            f"draft.mask_token_id to an id from 0 to {rows - 1}."
-        )

@@ -125,6 +125,7 @@ class DFlash(nn.Module):
         _, rotary, norm = LAYERS[layers.model_type]
         size, eps = layers.hidden_size, layers.rms_norm_eps
         self.config = config
+        self.num_features, self.target_hidden_size = config.num_features, config.target_hidden_size
         self.embed_tokens = nn.Embedding(layers.vocab_size, size)
         self.fc = nn.Linear(config.num_features * config.target_hidden_size, size, bias=False)
         self.hidden_norm = norm(size, eps=eps)
@@ -141,11 +142,11 @@ class DFlash(nn.Module):
         combined: Tensor = self.hidden_norm(self.fc(torch.cat(features, dim=-1)))
         return combined
 
-    def keep(self, context: Tensor, positions: Tensor) -> None:
+    def keep(self, hidden: Tensor, positions: Tensor) -> None:
         """Keep keys and values of all layers for rows ``[B, T, H]`` of the context at ``positions`` ``[B, T]``."""
-        angles, layers = self.rotary(context, positions), cast(list[DFlashLayer], self.layers)
+        angles, layers = self.rotary(hidden, positions), cast(list[DFlashLayer], self.layers)
         for layer in layers:
-            layer.keep(context, angles)
+            layer.keep(hidden, angles)
 
     def forward(self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend] | None = None) -> Tensor:
         """Run the rows of a block: int64 ``[B, T]`` twice to ``[B, T, H]``, without the last norm.

@@ -15,38 +15,34 @@ Sources: DSpark (DeepSeek, 2026), with the layout of DeepSpec; the ``dspark`` of
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.loading import check_size
+from specgraph.checkpoints.loading import HeadLoader, check_size
 from specgraph.config import DraftConfig
 from specgraph.config.drafters import DSparkDraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash import DFlashDrafter, export_block
-from specgraph.drafters.dflash_loading import load_head
-from specgraph.drafters.dflash_module import DFlash, DFlashConfig
-from specgraph.drafters.dspark_loading import check_tokens, read_options, save_head
+from specgraph.drafters.dflash_loading import IGNORED, load_head, stored_tensors
+from specgraph.drafters.dspark_loading import check_tokens, deepspec_config, read_options
 from specgraph.drafters.dspark_module import DSpark, DSparkConfig
+from specgraph.drafters.heads import Record
+from specgraph.drafters.parts import Part, export_parts
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
-from specgraph.frontend.tracing import export_hooked
 from specgraph.ir.model_info import ModelInfo
 
 MARKOV, CONFIDENCE = "draft_markov", "draft_confidence"
 """The modules that DSpark adds to those of DFlash. The first corrects the logits of one row, and the second estimates
 which drafts of a block will be accepted."""
-RANDOM_RANK = 256
-"""The rank of the Markov head of a random head, which is that of the published heads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +116,13 @@ class DSparkDrafter(DFlashDrafter):
         check_size(checkpoint, info)
         found = read_options(checkpoint, options, info.num_layers)
         check_tokens(checkpoint, found, info)
-        return load_head(checkpoint, found, model, info, "a DSpark head", found.module)
+        loader = HeadLoader(checkpoint, stored_tensors(checkpoint), model, info, "a DSpark head", IGNORED)
+        return load_head(loader, found, cls.module)
+
+    @classmethod
+    def module(cls, settings: Mapping[str, Any], *, mask_embedding: bool) -> DSpark:
+        """A module of this kind."""
+        return DSpark(DSparkConfig(**settings), mask_embedding=mask_embedding)
 
     @classmethod
     def export(cls, module: Any, num_masks: int, count: int) -> dict[str, fx.GraphModule]:
@@ -128,29 +130,23 @@ class DSparkDrafter(DFlashDrafter):
         return export_block(module, num_masks, count) | export_refinements(module, count)
 
     @classmethod
-    def save_head(
-        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
-        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
-    ) -> Path:  # fmt: skip
-        """Write the head in the layout of DeepSpec."""
-        return save_head(head, folder, target_name=target_name, shared=shared)
+    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
+        """The configuration of the layout of DeepSpec."""
+        return deepspec_config(head, record.target_name)
 
     @classmethod
-    def new_module(cls, config: DFlashConfig, plan: HeadPlan) -> DFlash:
-        """The module of a new head, on the CPU. Every one of its rows gives a draft, the anchor's too."""
-        rank, values = plan.markov_rank, vars(config) | {"sample_from_anchor": True, "block_size": plan.steps}
-        made = DSparkConfig(**values, markov_rank=rank, markov_kind=plan.markov_kind,
-                            markov_rows=config.layers.vocab_size if rank else 0, confidence=plan.confidence,
-                            confidence_with_markov=plan.confidence and rank > 0)  # fmt: skip
-        return DSpark(made, mask_embedding=True)
-
-    @classmethod
-    def random_module(cls, config: DFlashConfig) -> DFlash:
-        """A module with a Markov head and a confidence head, as the published ones have them."""
-        values = vars(config) | {"sample_from_anchor": True}
-        rows = config.layers.vocab_size
-        return DSpark(DSparkConfig(**values, markov_rank=RANDOM_RANK, markov_rows=rows, confidence=True,
-                                   confidence_with_markov=True))  # fmt: skip
+    def new_settings(cls, plan: HeadPlan) -> dict[str, Any]:
+        """The fields of the configuration of a new head. Every one of its rows gives a draft, the anchor's too."""
+        rank = plan.markov_rank
+        return super().new_settings(plan) | {
+            "sample_from_anchor": True,
+            "block_size": plan.steps,
+            "markov_rank": rank,
+            "markov_kind": plan.markov_kind,
+            "markov_rows": plan.layers.vocab_size if rank else 0,
+            "confidence": plan.confidence,
+            "confidence_with_markov": plan.confidence and rank > 0,
+        }
 
 
 def _inputs(step: DraftStep, module: str) -> set[str]:
@@ -162,60 +158,21 @@ def _rows(step: DraftStep, values: fx.Node, first: int, count: int, name: str) -
     return step.call(operator.getitem, values, (slice(None), slice(first, first + count)), name=name)
 
 
-class _Part(nn.Module):
-    """One of the parts that are exported. The names of arguments become those of the graphs' inputs."""
-
-    def __init__(self, head: DSpark) -> None:
-        super().__init__()
-        self.head = head
-
-
-class _Vanilla(_Part):
-    def forward(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        return self.head.correct(tokens, logits)[0]
-
-
-class _Gated(_Part):
-    def forward(self, tokens: Tensor, logits: Tensor, hidden: Tensor) -> Tensor:
-        return self.head.correct(tokens, logits, hidden)[0]
-
-
-class _Recurrent(_Part):
-    def forward(self, tokens: Tensor, logits: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.head.correct(tokens, logits, hidden, state)
-
-
-class _Confidence(_Part):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return _probability(self.head.confidence_logits(hidden))
-
-
-class _ConfidenceWithMarkov(_Part):
-    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        return _probability(self.head.confidence_logits(hidden, tokens))
-
-
-def _probability(logits: Tensor) -> Tensor:
-    return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-
-
-MARKOV_PARTS: dict[str, type[_Part]] = {"vanilla": _Vanilla, "gated": _Gated, "rnn": _Recurrent}
-"""What runs a Markov head, by its kind."""
+MARKOV_INPUTS = {
+    "vanilla": ("tokens", "logits"),
+    "gated": ("tokens", "logits", "hidden"),
+    "rnn": ("tokens", "logits", "hidden", "state"),
+}
+"""What a Markov head reads, by its kind."""
 
 
 def export_refinements(head: DSpark, count: int) -> dict[str, fx.GraphModule]:
     """Export what a head adds to DFlash: :data:`MARKOV` for one row, and :data:`CONFIDENCE` for ``count`` rows."""
-    config, weight, batch = head.config, head.lm_head.weight, torch.export.Dim("batch", min=1)
-    sizes = {"logits": config.draft_vocab_size, "hidden": weight.shape[1], "state": config.markov_rank}
-    parts: dict[str, tuple[_Part, int]] = {}
+    config, weight = head.config, head.lm_head.weight
+    widths = {"logits": config.draft_vocab_size, "hidden": weight.shape[1], "state": config.markov_rank}
+    parts = {}
     if head.markov_head is not None:
-        parts[MARKOV] = MARKOV_PARTS[config.markov_kind](head), 1
+        parts[MARKOV] = Part(head.correct, MARKOV_INPUTS[config.markov_kind], 1)
     if head.confidence_head is not None:
-        parts[CONFIDENCE] = (_ConfidenceWithMarkov if config.confidence_with_markov else _Confidence)(head), count
-    graphs = {}
-    for name, (part, rows) in parts.items():
-        names = list(inspect.signature(part.forward).parameters)
-        given = tuple(weight.new_zeros(3, rows, sizes[key]) if key in sizes
-                      else torch.zeros(3, rows, dtype=torch.int64, device=weight.device) for key in names)  # fmt: skip
-        graphs[name] = export_hooked(part, given, {key: {0: batch} for key in names}, name, "head.")
-    return graphs
+        parts[CONFIDENCE] = Part(head.estimate, ("hidden", "tokens")[: 1 + config.confidence_with_markov], count)
+    return export_parts(head, weight, widths, parts)

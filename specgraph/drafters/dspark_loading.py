@@ -1,4 +1,6 @@
-"""Loads DSpark heads, and writes them in the layout of DeepSpec. What they share with DFlash heads is read as theirs.
+"""The options of DSpark heads, and their configuration in the layout of DeepSpec.
+
+What they share with DFlash heads is read as theirs.
 
 Layouts: that of DeepSpec, whose options are at the top level of the configuration, and that of speculators. Tensors
 have the same names.
@@ -6,27 +8,22 @@ have the same names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from specgraph.checkpoints.checkpoint import Checkpoint
+from specgraph.checkpoints.head_options import HeadOptions
 from specgraph.checkpoints.reading import Reader
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash_loading import (
     USUAL,
-    HeadOptions,
     common_options,
     head_reader,
     refuse_variants,
     sample_from_anchor,
 )
-from specgraph.drafters.dflash_module import DFlashConfig
-from specgraph.drafters.dflash_saving import head_config, write_head
-from specgraph.drafters.dspark_module import MARKOV_KINDS, DSpark, DSparkConfig
+from specgraph.drafters.dflash_saving import z_lab_config
+from specgraph.drafters.dspark_module import MARKOV_KINDS, DSparkConfig
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 
@@ -35,24 +32,7 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {**USUAL, "dspark_draft_topk": (None, 0)}
 """Keys of variants, and the values that mean none of that, as in :data:`~specgraph.drafters.dflash_loading.USUAL`."""
 
 
-@dataclass(frozen=True)
-class SparkOptions(HeadOptions):
-    """How the tensors of a checkpoint are used; see :class:`~specgraph.drafters.dspark_module.DSparkConfig`."""
-
-    markov_rank: int
-    markov_kind: str
-    markov_rows: int
-    confidence: bool
-    confidence_with_markov: bool
-
-    def module(self, config: DFlashConfig, *, mask_embedding: bool) -> DSpark:
-        """The module without weights."""
-        added = DSparkConfig.__dataclass_fields__.keys() - DFlashConfig.__dataclass_fields__.keys()
-        values = vars(config) | {name: getattr(self, name) for name in added}
-        return DSpark(DSparkConfig(**values), mask_embedding=mask_embedding)
-
-
-def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> SparkOptions:
+def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
     """Collect the options of a checkpoint. ``target_layers`` is the number of layers of the target, or None.
 
     Args:
@@ -66,7 +46,7 @@ def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | No
     added = _markov(reader)
     added |= _confidence(reader, added["markov_rank"] > 0)
     common = common_options(reader, overrides, target_layers, sample_from_anchor(reader, True))
-    return SparkOptions(**vars(common), **added)
+    return replace(common, settings={**common.settings, **added})
 
 
 def _markov(reader: Reader) -> dict[str, Any]:
@@ -102,26 +82,28 @@ def _confidence(reader: Reader, has_markov: bool) -> dict[str, Any]:
     return {"confidence": enabled, "confidence_with_markov": with_markov}
 
 
-def check_tokens(checkpoint: Checkpoint, options: SparkOptions, info: ModelInfo) -> None:
+def check_tokens(checkpoint: Checkpoint, options: HeadOptions, info: ModelInfo) -> None:
     """Refuse a Markov head that does not embed every token of the target.
 
     Raises:
         ConfigError: names both sizes.
     """
-    if W1 in checkpoint.tensors and options.markov_rank and options.markov_rows < info.vocab_size:
+    rows = options.settings["markov_rows"]
+    if W1 in checkpoint.tensors and options.settings["markov_rank"] and rows < info.vocab_size:
         raise ConfigError(
-            f"{checkpoint.path} does not fit: {W1} has {options.markov_rows} rows, but the target {info.name} has a "
+            f"{checkpoint.path} does not fit: {W1} has {rows} rows, but the target {info.name} has a "
             f"vocabulary of {info.vocab_size}."
         )
 
 
-def save_head(head: DraftHead, folder: str | Path, *, target_name: str, shared: Iterable[Tensor] = ()) -> Path:
-    """Write ``config.json`` and ``model.safetensors`` to ``folder``, as DeepSpec does.
+def deepspec_config(head: DraftHead, target_name: str) -> dict[str, Any]:
+    """The ``config.json`` of a head in the layout of DeepSpec.
 
-    Arguments and errors are those of :func:`specgraph.drafters.dflash_saving.save_head`.
+    Raises:
+        ConfigError: the layout cannot express the head.
     """
     config: DSparkConfig = head.module.config
-    written = head_config(head, config, target_name) | {
+    written = z_lab_config(head, target_name) | {
         "architectures": ["Qwen3DSparkModel"],
         "sample_from_anchor": config.sample_from_anchor,  # which DSpark has by default
         "markov_rank": config.markov_rank,
@@ -129,5 +111,5 @@ def save_head(head: DraftHead, folder: str | Path, *, target_name: str, shared: 
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_with_markov,
     }
-    written |= written.pop("dflash_config")
-    return write_head(head, folder, written, shared)
+    own: dict[str, Any] = written.pop("dflash_config")
+    return written | own

@@ -129,8 +129,8 @@ class DSpark(DFlash):
 
     def correct(
         self, tokens: Tensor, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Correct the logits of rows by the tokens before them, and give the state of the next row.
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Correct the logits of rows by the tokens before them, and give the state of the next row if there is one.
 
         Args:
             tokens: the target's id of the token before each row, int64 ``[...]``.
@@ -141,7 +141,13 @@ class DSpark(DFlash):
         """
         assert self.markov_head is not None
         mixed, state = self.markov_head(self.markov_head.markov_w1(tokens), hidden, state)
-        return logits + self.markov_head.markov_w2(mixed), state
+        corrected: Tensor = logits + self.markov_head.markov_w2(mixed)
+        return corrected if state is None else (corrected, state)
+
+    def estimate(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The estimates ``[...]``, in float32 or float64. The arguments are those of :meth:`confidence_logits`."""
+        logits = self.confidence_logits(hidden, tokens)
+        return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
     def confidence_logits(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The logits ``[...]`` of the estimates that the drafts of rows ``[..., H]`` are accepted.

@@ -11,33 +11,27 @@ Source: Li et al. 2024, EAGLE (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858);
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from specgraph.checkpoints.checkpoint import Checkpoint, Choice
+from specgraph.checkpoints.checkpoint import EMBEDDING, Checkpoint, Choice
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.layers import LayerShape, layer_config, read_layers
 from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import Reader
-from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
-from specgraph.checkpoints.writing import without_shared, write_checkpoint
 from specgraph.config import DraftConfig
 from specgraph.config.drafters import EagleDraftConfig
 from specgraph.drafters.base import DraftHead
+from specgraph.drafters.heads import Record
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.shifted import LAYERS, ShiftedDrafter, ShiftedHead, borrow, causal_layers, fill_head
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 
-IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
-"""Tensors that are computed and not read."""
 OTHERS = ("hidden_norm.weight", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight")
 """Norms that DFlash heads, EAGLE-3 heads and whole decoders have. An EAGLE head has no norm before its first layer."""
 
@@ -129,9 +123,8 @@ class EagleDrafter(ShiftedDrafter):
         cls, checkpoint: Checkpoint, options: EagleDraftConfig, model: PreTrainedModel, info: ModelInfo
     ) -> DraftHead:
         """Load a head. A checkpoint may lack the embedding and the projection, which are then the target's own."""
-        loader = HeadLoader(checkpoint, checkpoint.tensors, TargetTensors.of(model, info), "an EAGLE head",
-                            (EMBEDDING, PROJECTION), IGNORED)  # fmt: skip
-        layers = layer_config(checkpoint, _shape(Reader(checkpoint), options), len(loader.target.own[EMBEDDING]))
+        loader = HeadLoader(checkpoint, checkpoint.tensors, model, info, "an EAGLE head")
+        layers = layer_config(checkpoint, _shape(Reader(checkpoint), options), len(loader.own[EMBEDDING]))
         if layers.hidden_size != info.hidden_size:
             raise loader.unfit(f"it has the hidden size {layers.hidden_size}", f"has {info.hidden_size}")
         with torch.device("meta"):
@@ -144,29 +137,25 @@ class EagleDrafter(ShiftedDrafter):
     @classmethod
     def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
         """A head whose embedding and vocabulary projection are the target's own frozen tensors."""
-        _check_plan(plan, cls.feature_layers(plan.model.config.get_text_config().num_hidden_layers))
+        cls.check_plan(plan, "An EAGLE head reads", "An EAGLE head drafts")
+        if plan.norm_before_residual:
+            raise ConfigError("An EAGLE head has no norm of its hidden state; leave head.norm_before_residual out.")
         module = Eagle(plan.layers).to(plan.embedding.device)
         borrow(module, plan)
         module.start_from_hidden()
         return DraftHead(module, plan.features)
 
     @classmethod
-    def save_head(
-        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
-        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
-    ) -> Path:  # fmt: skip
-        """Write the head in SafeAILab's layout, as safetensors."""
-        module: Eagle = head.module
-        layers: Any = module.config
-        config = {
+    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
+        """The configuration of SafeAILab's layout."""
+        layers: Any = head.module.config
+        return {
             **layers.to_diff_dict(),
             "architectures": ["LlamaForCausalLM"],
             "rope_theta": layers.rope_parameters["rope_theta"],
-            "bias": module.fc.bias is not None,
-            "base_model_name_or_path": target_name,
+            "bias": head.module.fc.bias is not None,
+            "base_model_name_or_path": record.target_name,
         }
-        tensors = dict(module.named_parameters(remove_duplicate=False))
-        return write_checkpoint(folder, config, without_shared(tensors, shared))
 
 
 def _shape(reader: Reader, options: EagleDraftConfig) -> LayerShape:
@@ -174,15 +163,3 @@ def _shape(reader: Reader, options: EagleDraftConfig) -> LayerShape:
     names = reader.checkpoint.tensors
     reader.note("biases", any(name.endswith(".bias") for name in names), "tensors")
     return read_layers(reader, names, options.rope_theta)
-
-
-def _check_plan(plan: HeadPlan, features: tuple[int, ...]) -> None:
-    """Refuse settings of a training run that do not exist in a head of this architecture."""
-    if plan.vocabulary is not None:
-        raise ConfigError("An EAGLE head drafts the whole vocabulary; leave head.draft_vocab_size out.")
-    if plan.features != features:
-        raise ConfigError(
-            f"An EAGLE head reads the target's last hidden state, hs[{features[0]}]; leave head.feature_layers out."
-        )
-    if plan.norm_before_residual:
-        raise ConfigError("An EAGLE head has no norm of its hidden state; leave head.norm_before_residual out.")

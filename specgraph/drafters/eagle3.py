@@ -13,27 +13,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.layers import LayerShape, layer_config, read_layers, read_size
+from specgraph.checkpoints.head_options import HeadOptions, check_mask_token, module_settings
+from specgraph.checkpoints.layers import read_layers
 from specgraph.checkpoints.loading import HeadLoader, check_size
 from specgraph.checkpoints.reading import Reader
-from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
 from specgraph.checkpoints.vocabulary import read_vocabulary
 from specgraph.config import DraftConfig
 from specgraph.config.drafters import Eagle3DraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3_module import Eagle3, Eagle3Config
+from specgraph.drafters.heads import Record
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.shifted import ShiftedDrafter, borrow, fill_head
-from specgraph.drafters.speculators import save_head
+from specgraph.drafters.speculators import speculators_config
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 
@@ -87,8 +87,32 @@ class Eagle3Drafter(ShiftedDrafter):
     def load(
         cls, checkpoint: Checkpoint, options: Eagle3DraftConfig, model: PreTrainedModel, info: ModelInfo
     ) -> DraftHead:
-        """Load a head; see :func:`load_head`."""
-        return load_head(checkpoint, options, model, info)
+        """Load a head. :func:`read_options` chooses its options."""
+        if checkpoint.kind != cls.kind:
+            raise ConfigError(
+                f"{checkpoint.path} is a {checkpoint.algorithm}, a model of its own, not an EAGLE-3 head."
+            )
+        check_size(checkpoint, info)
+        found = read_options(checkpoint, options, info.num_layers)
+        stored = {layer_name(name): tensor for name, tensor in checkpoint.tensors.items()}
+        old = any(name.startswith("midlayer.") for name in checkpoint.tensors)
+        loader = HeadLoader(
+            checkpoint, stored, model, info, "an EAGLE-3 head", IGNORED,
+            lambda name: re.sub(r"^layers\.0\.", "midlayer.", name) if old else name,
+        )  # fmt: skip
+        config = Eagle3Config(**module_settings(loader, found))
+        if not config.fc and config.layers.hidden_size != info.hidden_size:
+            raise loader.unfit(
+                f"it has no fc and the hidden size {config.layers.hidden_size}", f"has {info.hidden_size}"
+            )
+        with torch.device("meta"):
+            module = Eagle3(config, parallel="mask_hidden" in stored)
+        loader.add_biases(module, without=("lm_head",))
+        loader.check(module, apart=("mask_hidden",))
+        _check_mask(loader, module, found.mask_token_id)
+        fill_head(loader, module, config.layers)
+        module.draft_to_target = read_vocabulary(loader, config.draft_vocab_size)
+        return DraftHead(module.eval(), found.features or (), found.mask_token_id, checkpoint.parallel)
 
     @classmethod
     def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
@@ -125,9 +149,20 @@ class Eagle3Drafter(ShiftedDrafter):
         return replace(plan, vocabulary=kept, mask_token_id=len(plan.embedding) - 1)
 
     @classmethod
-    def save_head(cls, head: DraftHead, folder: str | Path, **record: Any) -> Path:
-        """Write the head in the speculators layout."""
-        return save_head(head, folder, **record)
+    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
+        """The configuration of the speculators layout."""
+        return speculators_config(head, record)
+
+    @classmethod
+    def saved_tensors(cls, head: DraftHead) -> dict[str, Tensor]:
+        """The tensors of the speculators layout, with ``t2d`` beside ``d2t``."""
+        found, module = super().saved_tensors(head), head.module
+        if module.mask_hidden is not None:
+            found["mask_hidden"] = module.mask_hidden.view(1, 1, -1)
+        if module.draft_to_target is not None:
+            rows = torch.zeros(module.config.layers.vocab_size, dtype=torch.bool)
+            found["t2d"] = rows.index_fill(0, module.draft_to_target.cpu(), True)
+        return found
 
 
 def _has_names(names: Mapping[str, Any]) -> bool:
@@ -138,29 +173,6 @@ def _layout(classes: list[str], names: Mapping[str, Any]) -> str:
     if not any(name.startswith("midlayer.") for name in names):
         return "nvidia"
     return "specforge" if any(name.endswith("Eagle3") for name in classes) else "eagle"
-
-
-@dataclass(frozen=True)
-class HeadOptions(LayerShape):
-    """How the tensors of a checkpoint are used. :class:`~specgraph.drafters.eagle3_module.Eagle3Config` says what the
-    options mean.
-
-    Attributes:
-        features: the indices k of the hidden states hs[k] that the head reads; None if they depend on the target and
-            the target is not known.
-        sources: every option with its value and the place from which the value was taken.
-    """
-
-    features: tuple[int, ...] | None
-    fc: bool
-    input_norm: bool
-    last_norm: bool
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
-    mask_token_id: int | None
-    sources: tuple[Choice, ...]
 
 
 def default_features(num_layers: int) -> tuple[int, int, int]:
@@ -187,19 +199,19 @@ def read_options(checkpoint: Checkpoint, overrides: Eagle3DraftConfig, target_la
     _refuse_variants(reader)
     shape = read_layers(reader, names, overrides.rope_theta)
     fc = reader.flag("use_aux_hidden_state", True)
-    return HeadOptions(
-        **vars(shape),
-        features=reader.features(overrides.feature_layers, target_layers, fc),
-        fc=fc,
-        input_norm=reader.flag("use_input_layernorm_in_first_layer", True),
-        last_norm=reader.flag("use_last_layernorm", True),
-        norm_before_residual=reader.flag("norm_before_residual", False, overrides.norm_before_residual),
-        norm_before_fc=reader.flag("norm_before_fc", "input_norm.weight" in names),
-        fc_norm=reader.flag("fc_norm", any(name.startswith("fc_norm.") for name in names)),
-        norm_output=reader.flag("norm_output", False, overrides.norm_output),
-        mask_token_id=reader.mask(overrides, "mask_hidden" in names),
-        sources=tuple(reader.sources),
-    )
+    features = reader.features(overrides.feature_layers, target_layers, fc)
+    settings = {
+        "fc": fc,
+        "input_norm": reader.flag("use_input_layernorm_in_first_layer", True),
+        "last_norm": reader.flag("use_last_layernorm", True),
+        "norm_before_residual": reader.flag("norm_before_residual", False, overrides.norm_before_residual),
+        "norm_before_fc": reader.flag("norm_before_fc", "input_norm.weight" in names),
+        "fc_norm": reader.flag("fc_norm", any(name.startswith("fc_norm.") for name in names)),
+        "norm_output": reader.flag("norm_output", False, overrides.norm_output),
+    }
+    mask = reader.mask(overrides, "mask_hidden" in names)
+    return HeadOptions(**vars(shape), features=features, mask_token_id=mask, settings=settings,
+                       sources=tuple(reader.sources))  # fmt: skip
 
 
 def _refuse_variants(reader: Reader) -> None:
@@ -217,98 +229,13 @@ def _refuse_variants(reader: Reader) -> None:
         )
 
 
-def load_head(
-    checkpoint: Checkpoint, overrides: Eagle3DraftConfig, model: PreTrainedModel, info: ModelInfo
-) -> DraftHead:
-    """Build the head on the target's device and in its dtype.
-
-    If the checkpoint lacks ``embed_tokens`` or ``lm_head``, or has one that equals the target's, the head uses the
-    target's own tensor and not a copy. The comparison goes part by part, so it needs little memory on the target's
-    device. :func:`read_options` chooses the options.
-
-    Raises:
-        ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
-    """
-    if checkpoint.kind != "eagle3":
-        raise ConfigError(f"{checkpoint.path} is a {checkpoint.algorithm}, a model of its own, not an EAGLE-3 head.")
-    check_size(checkpoint, info)
-    options = read_options(checkpoint, overrides, info.num_layers)
-    stored = {layer_name(name): tensor for name, tensor in checkpoint.tensors.items()}
-    old = any(name.startswith("midlayer.") for name in checkpoint.tensors)
-    loader = HeadLoader(
-        checkpoint, stored, TargetTensors.of(model, info), "an EAGLE-3 head", (EMBEDDING, PROJECTION), IGNORED,
-        lambda name: re.sub(r"^layers\.0\.", "midlayer.", name) if old else name,
-    )  # fmt: skip
-    return _Eagle3Loader(checkpoint, options, loader).load()
-
-
-@dataclass(frozen=True, eq=False)
-class _Eagle3Loader:
-    """Loads an EAGLE-3 head: the steps that heads of other kinds do not have."""
-
-    checkpoint: Checkpoint
-    options: HeadOptions
-    loader: HeadLoader
-
-    def load(self) -> DraftHead:
-        """Check the shapes of all tensors before reading any of them."""
-        features = self.options.features
-        if features is None:
-            raise ConfigError(
-                f"{self.checkpoint.path} does not say which hidden states it reads; set draft.feature_layers."
-            )
-        config = self._config(features)
-        with torch.device("meta"):
-            module = Eagle3(config, parallel="mask_hidden" in self.loader.stored)
-        self.loader.add_biases(module, without=("lm_head",))
-        self.loader.check(module, apart=("mask_hidden",))
-        self._check_mask(module)
-        fill_head(self.loader, module, config.layers)
-        module.register_buffer("draft_to_target", read_vocabulary(self.loader, config.draft_vocab_size))
-        return DraftHead(module.eval(), features, self.options.mask_token_id, self.checkpoint.parallel)
-
-    def _config(self, features: tuple[int, ...]) -> Eagle3Config:
-        options, config = self.options, self.checkpoint.config
-        info, stored = self.loader.target.info, self.loader.stored
-        head, embedding = stored.get("lm_head.weight"), stored.get("embed_tokens.weight")
-        # An embedding may be longer than the target's, to have a row for a mask token. A shorter one fails the check of
-        # shapes.
-        own = self.loader.target.own[EMBEDDING].shape[0]
-        rows = own if embedding is None else max(*embedding.shape[:1], info.vocab_size)
-        layers = layer_config(self.checkpoint, options, rows)
-        if not options.fc and layers.hidden_size != info.hidden_size:
-            raise self.loader.unfit(f"it has no fc and the hidden size {layers.hidden_size}", f"has {info.hidden_size}")
-        counted = head.shape[0] if head is not None and head.shape else info.vocab_size
-        draft_vocab = (
-            counted if config.get("draft_vocab_size") is None else read_size(self.checkpoint, "draft_vocab_size")
-        )
-        return Eagle3Config(
-            layers=layers,
-            target_hidden_size=info.hidden_size,
-            num_features=len(features),
-            draft_vocab_size=draft_vocab,
-            norm_before_residual=options.norm_before_residual,
-            norm_before_fc=options.norm_before_fc,
-            fc_norm=options.fc_norm,
-            norm_output=options.norm_output,
-            fc=options.fc,
-            input_norm=options.input_norm,
-            last_norm=options.last_norm,
-        )
-
-    def _check_mask(self, module: Eagle3) -> None:
-        width, found = module.config.feature_size, self.loader.stored.get("mask_hidden")
-        if found is None:
-            if self.checkpoint.algorithm == "peagle":
-                raise ConfigError(
-                    f"{self.checkpoint.path} lacks mask_hidden, of shape {[1, 1, width]}; P-EAGLE needs it."
-                )
-            return
-        if found.shape not in ((1, 1, width), (1, width), (width,)):
-            raise self.loader.unfit(f"mask_hidden has the shape {list(found.shape)}", f"needs {[1, 1, width]}")
-        mask, rows = self.options.mask_token_id, module.embed_tokens.num_embeddings
-        if mask is None or not 0 <= mask < rows:
-            raise ConfigError(
-                f"The mask token of {self.checkpoint.path} is {mask}, outside its vocabulary of {rows}; "
-                f"set draft.mask_token_id to an id from 0 to {rows - 1}."
-            )
+def _check_mask(loader: HeadLoader, module: Eagle3, token: int | None) -> None:
+    width, found = module.config.feature_size, loader.stored.get("mask_hidden")
+    if found is None:
+        if loader.checkpoint.algorithm == "peagle":
+            path = loader.checkpoint.path
+            raise ConfigError(f"{path} lacks mask_hidden, of shape {[1, 1, width]}; P-EAGLE needs it.")
+        return
+    if found.shape not in ((1, 1, width), (1, width), (width,)):
+        raise loader.unfit(f"mask_hidden has the shape {list(found.shape)}", f"needs {[1, 1, width]}")
+    check_mask_token(loader, token, module.embed_tokens.num_embeddings)

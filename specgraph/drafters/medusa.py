@@ -12,8 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,11 @@ from transformers import PreTrainedModel
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files, StoredTensor
 from specgraph.checkpoints.loading import HeadLoader
-from specgraph.checkpoints.target import TargetTensors
 from specgraph.checkpoints.vocabulary import read_target_ids
-from specgraph.checkpoints.writing import write_checkpoint
 from specgraph.config import DraftConfig
 from specgraph.config.drafters import MedusaDraftConfig
-from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
+from specgraph.drafters.base import DraftHead, Target
+from specgraph.drafters.heads import HeadDrafter, Record
 from specgraph.drafters.plan import HeadPlan, random_plan
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
@@ -115,7 +113,7 @@ class _Together(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class MedusaDrafter(Drafter):
+class MedusaDrafter(HeadDrafter):
     """Calls all heads once, on the hidden state of the last accepted row.
 
     Attributes:
@@ -129,7 +127,6 @@ class MedusaDrafter(Drafter):
     kind: ClassVar[str] = "medusa"
     Config: ClassVar[type[DraftConfig]] = MedusaDraftConfig
     reads: ClassVar[str | None] = "Medusa heads"
-    needs: ClassVar[str | None] = "head"
     head: ClassVar[type[nn.Module] | None] = Medusa
 
     def build(self, step: DraftStep) -> int:
@@ -157,30 +154,24 @@ class MedusaDrafter(Drafter):
         return tuple(Choice(name, value, "tensors") for name, value in found.items())
 
     @classmethod
-    def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
-        """Load the heads onto the target's device, which is ``meta`` for a target without weights."""
-        load_heads(checkpoint, model, info)
+    def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
+        """Load the heads that make the drafts; further ones are checked, and not read."""
+        return load_heads(checkpoint, model, info, options.num_speculative_tokens)
 
     @classmethod
-    def make(cls, options: MedusaDraftConfig, target: Target, given: Any) -> Draft:
-        """Bind loaded heads, or load them from a checkpoint. Heads beyond the number of drafts are not read."""
-        notes: tuple[str, ...] = ()
-        if isinstance(given, Checkpoint):
-            given, notes = load_heads(given, target.model, target.info, options.num_speculative_tokens), (given.about,)
-        weight = given.module.projection
-        check_place(given, weight, target.info, width=weight.shape[1])
-        return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
+    def inputs_of(cls, module: Medusa) -> tuple[Tensor, int, int]:
+        """Heads read one hidden state, as wide as their projection."""
+        return module.projection, module.projection.shape[1], 1
 
     @classmethod
-    @torch.no_grad()
-    def bind(cls, head: DraftHead, num_speculative_tokens: int) -> MedusaDrafter:
+    def bind(cls, head: DraftHead, options: Any, target: Target) -> Self:
         """The drafter that runs the first ``num_speculative_tokens`` heads.
 
         Raises:
             ConfigError: there are fewer heads.
         """
         module: Medusa = head.module
-        count, weight = len(module), module.projection
+        count, weight, num_speculative_tokens = len(module), module.projection, options.num_speculative_tokens
         if num_speculative_tokens > count:
             raise ConfigError(
                 f"draft.num_speculative_tokens is {num_speculative_tokens}, but there are {count} Medusa heads, one "
@@ -199,9 +190,7 @@ class MedusaDrafter(Drafter):
         The weights of the blocks are zero and the projections are copies of the target's, so that a new head passes on
         the hidden state that it reads.
         """
-        text: Any = plan.model.config.get_text_config()
-        if plan.features != cls.feature_layers(text.num_hidden_layers):
-            raise ConfigError("Medusa heads read the target's last hidden state; leave head.feature_layers out.")
+        cls.check_plan(plan, "Medusa heads read")
         rows, size = plan.projection.shape
         module = Medusa.of(plan.steps, plan.layers.num_hidden_layers, size, rows).to(plan.projection.device)
         for name, parameter in module.named_parameters():
@@ -220,18 +209,16 @@ class MedusaDrafter(Drafter):
         return DraftHead(module.eval().requires_grad_(False), plan.features)
 
     @classmethod
-    def save_head(
-        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
-        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
-    ) -> Path:  # fmt: skip
-        """Write the heads with the names of the released layout, as safetensors."""
-        module: Medusa = head.module
-        tensors: dict[str, Tensor] = dict(module.named_parameters())
-        if module.draft_to_target is not None:
-            tensors[TOKEN_MAP] = module.draft_to_target
-        config = {"medusa_num_heads": len(module), "medusa_num_layers": len(cast(nn.Sequential, module[0])) - 1,
-                  "base_model_name_or_path": target_name}  # fmt: skip
-        return write_checkpoint(folder, config, tensors)
+    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
+        """The configuration of the released layout."""
+        return {"medusa_num_heads": len(head.module), "medusa_num_layers": len(head.module[0]) - 1,
+                "base_model_name_or_path": record.target_name}  # fmt: skip
+
+    @classmethod
+    def saved_tensors(cls, head: DraftHead) -> dict[str, Tensor]:
+        """The tensors of the released layout, with :data:`TOKEN_MAP` if the heads draft a part of the vocabulary."""
+        ids = head.module.draft_to_target
+        return {**dict(head.module.named_parameters()), **({} if ids is None else {TOKEN_MAP: ids})}
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,8 +274,8 @@ def load_heads(checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo, 
             f"{checkpoint.path} holds no Medusa heads, whose tensors have names such as 0.0.linear.weight; give the "
             "path of the file that does, which is often medusa_lm_head.pt."
         )
-    loader = HeadLoader(checkpoint, stored.tensors, TargetTensors.of(model, info), "a set of Medusa heads",
-                        ignored=re.compile(TOKEN_MAP), shown=stored.shown)  # fmt: skip
+    loader = HeadLoader(checkpoint, stored.tensors, model, info, "a set of Medusa heads", re.compile(TOKEN_MAP),
+                        stored.shown, borrowed=())  # fmt: skip
     ids = read_target_ids(loader, TOKEN_MAP) if TOKEN_MAP in stored.tensors else None
     vocab = info.vocab_size if ids is None else len(ids)
     biases = any(name.endswith(".bias") for name in stored.tensors)  # the repacked form may have none

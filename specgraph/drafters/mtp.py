@@ -22,12 +22,9 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
@@ -36,10 +33,13 @@ from specgraph.checkpoints.files import Files, open_files
 from specgraph.checkpoints.loading import shared_notes
 from specgraph.config import DraftConfig
 from specgraph.config.drafters import MtpDraftConfig
-from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
+from specgraph.drafters.base import Draft, DraftHead, Target
+from specgraph.drafters.heads import HeadDrafter, Record
 from specgraph.drafters.mtp_graphs import export_all, join, module_info, module_name, part_names
-from specgraph.drafters.mtp_layers import check_plan, make_block
+from specgraph.drafters.mtp_layers import check_layers, make_block
 from specgraph.drafters.mtp_layouts import (
+    LAYOUTS,
+    OPTIONS,
     Modules,
     declared_kinds,
     recognise,
@@ -51,11 +51,11 @@ from specgraph.drafters.mtp_loading import (
     declared_modules,
     load_module,
     own_folder,
+    published,
     used_modules,
     used_options,
 )
 from specgraph.drafters.mtp_module import Mtp, MtpModule, MtpOptions
-from specgraph.drafters.mtp_saving import save_modules
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
@@ -65,7 +65,7 @@ from specgraph.kernels.state import Buffer
 
 
 @dataclass(frozen=True, eq=False)
-class MtpDrafter(Drafter):
+class MtpDrafter(HeadDrafter):
     """Runs MTP modules.
 
     Attributes:
@@ -79,6 +79,7 @@ class MtpDrafter(Drafter):
     kind: ClassVar[str] = "mtp"
     Config: ClassVar[type[DraftConfig]] = MtpDraftConfig
     reads: ClassVar[str | None] = "MTP modules"
+    needs: ClassVar[str | None] = None
     head: ClassVar[type[nn.Module] | None] = Mtp
 
     @property
@@ -256,38 +257,41 @@ class MtpDrafter(Drafter):
 
     @classmethod
     def make(cls, options: MtpDraftConfig, target: Target, given: Any) -> Draft:
-        """Bind loaded modules, or load them: from a checkpoint, or from the target's own.
+        """Bind modules as other heads are; None takes the target's own.
 
         Raises:
             ConfigError: there is no checkpoint of the target, it holds no modules, or they do not fit.
         """
-        notes: tuple[str, ...] = ()
-        checkpoint = own_modules(target.model) if given is None else given
-        if isinstance(checkpoint, Checkpoint):
-            given = cls.load(checkpoint, options, target.model, target.info)
-            stored = used_modules(checkpoint, options.num_modules)
-            shared = (shared_notes(stored[i], m, target.model, module_name(i)) for i, m in enumerate(given.module))
-            notes = (checkpoint.about, *itertools.chain.from_iterable(shared))
-        weight = given.module[0].projection.weight
-        check_place(given, weight, target.info, width=len(weight))
-        bound = cls.bind(given, target, options.num_speculative_tokens, options.beyond)
-        return Draft(bound, notes=notes)
+        return super().make(options, target, own_modules(target.model) if given is None else given)
 
     @classmethod
-    @torch.no_grad()
-    def bind(cls, head: DraftHead, target: Target, num_speculative_tokens: int, beyond: str = "continue") -> MtpDrafter:
+    def inputs_of(cls, module: Mtp) -> tuple[Tensor, int, int]:
+        """Modules read one hidden state, as wide as their own."""
+        first: Any = module[0]
+        return first.projection.weight, len(first.projection.weight), 1
+
+    @classmethod
+    def shared(cls, checkpoint: Checkpoint, options: Any, module: Any, model: PreTrainedModel) -> tuple[str, ...]:
+        """A line for every tensor of a module that is the target's own."""
+        stored = used_modules(checkpoint, options.num_modules)
+        found = (shared_notes(stored[i], own, model, module_name(i)) for i, own in enumerate(module))
+        return tuple(itertools.chain.from_iterable(found))
+
+    @classmethod
+    def bind(cls, head: DraftHead, options: MtpDraftConfig, target: Target) -> Self:
         """The drafter that runs loaded modules, or the first of them if there are more than drafts."""
-        modules: Any = head.module[: max(1, num_speculative_tokens)]
+        count = options.num_speculative_tokens
+        modules: Any = head.module[: max(1, count)]
         graphs = export_all(modules, target.model, target.traced)
         infos = {module_name(index): module_info(target.info) for index in range(len(modules))}
-        options = modules[0].options
-        return cls(num_speculative_tokens, graphs, infos, head.features, options=options, beyond=beyond)
+        return cls(count, graphs, infos, head.features, options=modules[0].options, beyond=options.beyond)
 
     @classmethod
     def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
         """Untrained modules, as many as the plan has layers."""
+        cls.check_plan(plan, "MTP modules read", "MTP modules draft")
+        check_layers(plan)
         text: Any = plan.model.config.get_text_config()
-        check_plan(plan, cls.feature_layers(text.num_hidden_layers))
         modules = []
         for index in range(plan.layers.num_hidden_layers):
             used = replace(MtpOptions(), family=plan.family, **declared_kinds(text, index))  # type: ignore[arg-type]
@@ -301,12 +305,24 @@ class MtpDrafter(Drafter):
         return DraftHead(Mtp(modules), plan.features)
 
     @classmethod
-    def save_head(
-        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
-        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
-    ) -> Path:  # fmt: skip
-        """Write the modules in the speculators layout; see :mod:`specgraph.drafters.mtp_saving`."""
-        return save_modules(head, folder, target_name=target_name, shared=shared)
+    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
+        """The configuration of the speculators layout.
+
+        The layout holds one module. Further ones are numbered on, and ``mtp_options`` says how they are used.
+        """
+        return {
+            "architectures": ["MTPDraftModel"],
+            "speculators_model_type": "mtp",
+            "num_nextn_predict_layers": len(head.module),
+            OPTIONS: vars(head.module.options),
+            "transformer_layer_config": head.module[0].block.config.to_diff_dict(),
+            "base_model_name_or_path": record.target_name,
+        }
+
+    @classmethod
+    def saved_tensors(cls, head: DraftHead) -> dict[str, Tensor]:
+        """The tensors of the speculators layout."""
+        return published(head.module, LAYOUTS["speculators"])
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: MtpDraftConfig) -> DraftHead:

@@ -152,14 +152,9 @@ def _set_mlp_type(config: Any, kind: str) -> None:
             setattr(config, key, value)
 
 
-def check_plan(plan: HeadPlan, features: tuple[int, ...]) -> None:
-    """Refuse settings of a training run that do not exist for modules of the target's own layers."""
+def check_layers(plan: HeadPlan) -> None:
+    """Refuse sizes of layers that are not those of the target's own."""
     text: Any = plan.model.config.get_text_config()
-    if plan.vocabulary is not None:
-        raise ConfigError("MTP modules draft the whole vocabulary; leave head.draft_vocab_size out.")
-    if plan.features != features:
-        raise ConfigError(f"MTP modules read the target's last hidden state, hs[{features[0]}]; leave "
-                          "head.feature_layers out.")  # fmt: skip
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
         own, given = getattr(text, name, None), getattr(plan.layers, name)
         if own is not None and own != given:

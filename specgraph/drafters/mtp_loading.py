@@ -6,7 +6,6 @@ parameters of its classes (experts are stored one by one, for example). The rest
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from specgraph.checkpoints.checkpoint import Checkpoint
+from specgraph.checkpoints.checkpoint import EMBEDDING, Checkpoint
 from specgraph.checkpoints.files import StoredTensor
-from specgraph.checkpoints.loading import HeadLoader
-from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
-from specgraph.checkpoints.writing import without_shared
+from specgraph.checkpoints.loading import COMPUTED, HeadLoader
 from specgraph.drafters.mtp_layers import block_config, make_block
 from specgraph.drafters.mtp_layouts import LAYOUTS, Layout, Modules, with_overrides
 from specgraph.drafters.mtp_module import BLOCK, MtpModule, MtpOptions
@@ -31,8 +28,6 @@ from specgraph.progress import progress_bars
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """The keys by which configurations give the number of modules."""
-IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
-"""Tensors that are computed and not read."""
 
 
 def own_folder(model: PreTrainedModel) -> Path:
@@ -117,7 +112,7 @@ def load_module(
     """Read one module that :func:`check_modules` has passed, on the target's device and in its dtype."""
     base: Any = model.base_model
     tensors = {f"layers.0.{name.removeprefix(BLOCK)}": stored[name].read() for name in stored if name.startswith(BLOCK)}
-    tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.match(name)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not COMPUTED.match(name)}
     # A base model needs these two. Neither remains: the norm is filled below, and the block gets no embedding.
     tensors |= {"norm.weight": stored["norm.weight"].read(), EMBEDDING: torch.zeros(1, info.hidden_size)}
     with progress_bars(False):
@@ -131,12 +126,11 @@ def load_module(
     return module.eval()
 
 
-def published(modules: Iterable[MtpModule], layout: Layout, shared: Iterable[Tensor]) -> dict[str, Tensor]:
-    """The tensors of modules by the names of a layout, without those of ``shared``, which are the target's own."""
+def published(modules: Iterable[MtpModule], layout: Layout) -> dict[str, Tensor]:
+    """The tensors of modules by the names of a layout."""
     found: dict[str, Tensor] = {}
     for index, module in enumerate(modules):
-        own = without_shared(dict(module.named_parameters(remove_duplicate=False)), shared)
-        own = {name: tensor for name, tensor in own.items() if not name.startswith(BLOCK)}
+        own = {n: t for n, t in module.named_parameters(remove_duplicate=False) if not n.startswith(BLOCK)}
         found |= {layout.shown({}, index, name): t for name, t in (own | _published_block(module)).items()}
     return found
 
@@ -156,12 +150,6 @@ def _published_block(module: MtpModule, stored: Container[str] = ()) -> dict[str
     return {f"block.{name}": tensor for name, tensor in (reverted | kept).items()}
 
 
-def block_settings(module: MtpModule) -> dict[str, Any]:
-    """The configuration of a module's decoder layer, for ``config.json``."""
-    settings: dict[str, Any] = module.block.config.to_diff_dict()
-    return settings
-
-
 def _expected(module: MtpModule, stored: Container[str]) -> dict[str, tuple[int, ...]]:
     """The names and shapes that a checkpoint must have for ``module``, if it has tensors of the names ``stored``."""
     expected = {name: tuple(tensor.shape) for name, tensor in _published_block(module, stored).items()}
@@ -174,6 +162,6 @@ def _loader(
 ) -> HeadLoader:
     layout: Layout = LAYOUTS[checkpoint.layout]
     return HeadLoader(
-        checkpoint, stored, TargetTensors.of(model, info), "an MTP module of this layout", (EMBEDDING, PROJECTION),
-        IGNORED, lambda name: layout.shown(checkpoint.config, index, name),
+        checkpoint, stored, model, info, "an MTP module of this layout",
+        shown=lambda name: layout.shown(checkpoint.config, index, name),
     )  # fmt: skip

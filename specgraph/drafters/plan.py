@@ -8,6 +8,11 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+OPTIONS = ("family", "causal", "markov_rank", "markov_kind", "confidence", "norm_before_residual")
+"""The fields of a plan that are options of one kind of head."""
+SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""The sizes of decoder layers, beside that of the hidden state, which is the target's."""
+
 
 @dataclass(frozen=True, eq=False)
 class HeadPlan:
@@ -63,22 +68,34 @@ def random_plan(model: PreTrainedModel, features: tuple[int, ...], steps: int) -
     return HeadPlan(model, plain_layer(text, len(embedding.weight)), features, steps=steps)
 
 
-def plain_layer(text: Any, num_embeddings: int, kind: str = "llama", count: int = 1) -> PretrainedConfig:
+def plain_layer(
+    text: Any, num_embeddings: int, kind: str = "llama", count: int = 1, **sizes: int | None
+) -> PretrainedConfig:
     """The configuration of ``count`` decoder layers with the sizes of the target's configuration ``text``.
 
-    ``kind`` is the ``model_type`` of the layers.
+    Args:
+        text: the configuration.
+        num_embeddings: the rows of the embedding.
+        kind: the ``model_type`` of the layers.
+        count: the number of layers.
+        sizes: take the place of the target's, by their keys; None takes the target's.
     """
-    heads = text.num_attention_heads
+    own: dict[str, Any] = {key: sizes.get(key) or getattr(text, key, None) for key in SIZES}
+    heads = own["num_attention_heads"]
+    rope = getattr(text, "rope_parameters", None) or {}
     config: PretrainedConfig = AutoConfig.for_model(
         kind,
+        vocab_size=num_embeddings,
+        bos_token_id=None,
+        eos_token_id=None,
         hidden_size=text.hidden_size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate_size=own["intermediate_size"] or 4 * text.hidden_size,
         num_hidden_layers=count,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocab_size=num_embeddings,
-        max_position_embeddings=text.max_position_embeddings,
-        rms_norm_eps=1e-5,
+        num_key_value_heads=own["num_key_value_heads"] or heads,
+        head_dim=own["head_dim"] or text.hidden_size // heads,
+        max_position_embeddings=getattr(text, "max_position_embeddings", 2048),
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
     )
     return config

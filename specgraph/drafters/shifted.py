@@ -11,7 +11,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,12 +19,14 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from specgraph.checkpoints.checkpoint import Checkpoint
-from specgraph.checkpoints.loading import HeadLoader, shared_notes
-from specgraph.drafters.base import Draft, DraftHead, Mask, Target, check_place
+from specgraph.checkpoints.loading import HeadLoader
+from specgraph.drafters.base import DraftHead, Target
 from specgraph.drafters.chain import BODY, FEATURES, HEAD, ChainDrafter
+from specgraph.drafters.heads import HeadDrafter
+from specgraph.drafters.parts import FEATURES as INPUT
+from specgraph.drafters.parts import Part, export_parts
 from specgraph.drafters.plan import HeadPlan, random_plan
-from specgraph.frontend.tracing import export_hooked
+from specgraph.ir.drafter import Mask
 from specgraph.ir.model_info import ModelInfo
 
 LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
@@ -187,55 +189,26 @@ def chain_mask(length: int, steps: int, device: torch.device) -> Tensor:
     return (text | own)[None, None]
 
 
-class _Features(nn.Module):
-    """One of the three parts of a head that are exported. The names of arguments become those of the graphs' inputs."""
-
-    def __init__(self, head: ShiftedHead) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, *features: Tensor) -> Tensor:
-        return self.head.combine(*features)
-
-
-class _Body(_Features):
-    def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = self.head(tokens, positions, hidden)
-        return out
-
-
-class _Predict(_Features):
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return self.head.predict(hidden)
-
-
 def export_shifted(head: ShiftedHead) -> dict[str, fx.GraphModule]:
     """Export a head as three graphs, which :class:`~specgraph.drafters.chain.ChainDrafter` names.
 
     The first turns the target's features into ``[B, T, H]``, the second runs the layers, and the third turns their
     output into logits and the hidden state that the next draft reads.
     """
-    weight = head.lm_head.weight
-    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
-    rows = {0: batch, 1: length}
-    tokens = torch.zeros(3, 5, dtype=torch.int64, device=weight.device)
-    positions = torch.arange(5, device=weight.device).expand(3, 5).contiguous()
-    hidden = weight.new_zeros(3, 5, head.hidden_size)
-    # Each argument is a tensor of its own, because export would merge inputs that are the same tensor.
-    features = tuple(weight.new_zeros(3, 5, head.target_hidden_size) for _ in range(head.num_features))
-    parts: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = {
-        FEATURES: (_Features(head), features, {"features": (rows,) * head.num_features}),
-        BODY: (_Body(head), (tokens, positions, hidden), dict.fromkeys(("tokens", "positions", "hidden"), rows)),
-        HEAD: (_Predict(head), (hidden,), {"hidden": rows}),
+    parts = {
+        FEATURES: Part(head.combine, (INPUT,) * head.num_features),
+        BODY: Part(head.forward, ("tokens", "positions", "hidden")),
+        HEAD: Part(head.predict, ("hidden",)),
     }
-    return {name: export_hooked(part, args, dims, name, "head.") for name, (part, args, dims) in parts.items()}
+    return export_parts(head, head.lm_head.weight, {INPUT: head.target_hidden_size, "hidden": head.hidden_size}, parts)
 
 
-def body_info(head: ShiftedHead, name: str) -> ModelInfo:
+def body_info(head: Any, name: str) -> ModelInfo:
     """Facts about the layers of a head."""
     weight = head.lm_head.weight
-    return ModelInfo(name, head.lm_head.out_features, len(head.layers), head.hidden_size, weight.dtype, weight.device,
-                     None, head.embed_tokens.num_embeddings)  # fmt: skip
+    vocab_size, size = weight.shape
+    return ModelInfo(name, vocab_size, len(head.layers), size, weight.dtype, weight.device, None,
+                     head.embed_tokens.num_embeddings)  # fmt: skip
 
 
 def fill_head(loader: HeadLoader, module: Any, layers: PretrainedConfig) -> None:
@@ -245,48 +218,16 @@ def fill_head(loader: HeadLoader, module: Any, layers: PretrainedConfig) -> None
     """
     # Files do not hold the frequencies of the rotary embedding, and those made on ``meta`` have no values.
     with torch.device("cpu"):
-        module.rotary = type(module.rotary)(layers).to(loader.target.info.device)
+        module.rotary = type(module.rotary)(layers).to(loader.info.device)
     loader.fill(module)
 
 
 @dataclass(frozen=True, eq=False)
-class ShiftedDrafter(ChainDrafter):
+class ShiftedDrafter(ChainDrafter, HeadDrafter):
     """Runs a :class:`ShiftedHead` as a chain, or in parallel if it has a ``mask_hidden``."""
 
-    needs: ClassVar[str | None] = "head"
-
     @classmethod
-    @abstractmethod
-    def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
-        """Build the head of a checkpoint on the target's device and in its dtype.
-
-        If the checkpoint lacks a tensor that the head may borrow, or has one that equals the target's, the head uses
-        the target's own tensor and not a copy. ``options`` is an instance of :attr:`Config`.
-
-        Raises:
-            ConfigError: the checkpoint does not fit the target or itself.
-        """
-
-    @classmethod
-    def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
-        """Load the head onto the target's device, which is ``meta`` for a target without weights."""
-        cls.load(checkpoint, options, model, info)
-
-    @classmethod
-    def make(cls, options: Any, target: Target, given: Any) -> Draft:
-        """Bind a loaded head, or load one from a checkpoint first."""
-        notes: tuple[str, ...] = ()
-        if isinstance(given, Checkpoint):
-            checkpoint, given = given, cls.load(given, options, target.model, target.info)
-            notes = (checkpoint.about, *shared_notes(checkpoint.tensors, given.module, target.model))
-        module: ShiftedHead = given.module
-        width, count = module.target_hidden_size, module.num_features
-        check_place(given, module.lm_head.weight, target.info, width=width, count=count)
-        return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
-
-    @classmethod
-    @torch.no_grad()
-    def bind(cls, head: DraftHead, num_speculative_tokens: int) -> ShiftedDrafter:
+    def bind(cls, head: DraftHead, options: Any, target: Target) -> Self:
         """The drafter that runs a loaded head."""
         module: ShiftedHead = head.module
         mask = None
@@ -294,8 +235,8 @@ class ShiftedDrafter(ChainDrafter):
             # The mask's hidden state is projected once, here, and not in every step.
             mask = Mask(head.mask_token_id, module.masked().flatten())
         models = {BODY: body_info(module, type(module).__name__)}
-        return cls(num_speculative_tokens, export_shifted(module), models, head.features, module.draft_to_target, mask,
-                   head.parallel)  # fmt: skip
+        return cls(options.num_speculative_tokens, export_shifted(module), models, head.features,
+                   module.draft_to_target, mask, head.parallel)  # fmt: skip
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:

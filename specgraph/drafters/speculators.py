@@ -1,52 +1,16 @@
-"""Writes EAGLE-3 and P-EAGLE heads in the speculators layout."""
+"""The configuration of EAGLE-3 and P-EAGLE heads in the layout of speculators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from specgraph.checkpoints.writing import without_shared, write_checkpoint
 from specgraph.drafters.base import DraftHead
+from specgraph.drafters.heads import Record
 from specgraph.errors import ConfigError
 
 SPECULATORS_VERSION = "0.9.0"
 """The version of the layout that is written."""
 ARCHITECTURES = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
-
-
-def save_head(
-    head: DraftHead,
-    folder: str | Path,
-    *,
-    target_name: str,
-    algorithm: str,
-    num_speculative_tokens: int,
-    shared: Iterable[Tensor] = (),
-    target_architectures: Sequence[str] = (),
-) -> Path:
-    """Write ``config.json`` and ``model.safetensors`` to ``folder``, which is made if it is missing.
-
-    A file is replaced only when the new one is complete, so a process that is killed leaves the old file.
-
-    Args:
-        head: the head; its tensors keep their dtypes.
-        folder: the folder to write to.
-        target_name: the name or folder of the target, which is recorded.
-        algorithm: the method of drafting; ``peagle`` needs a mask token and a ``mask_hidden``.
-        num_speculative_tokens: the K that the head was trained for.
-        shared: the target's own tensors; an ``embed_tokens`` or ``lm_head`` that is one of them is left out.
-        target_architectures: the class names of the target, which are recorded.
-
-    Raises:
-        ConfigError: the layout cannot express the head.
-    """
-    _check(head, algorithm)
-    config = _config(head, target_name, list(target_architectures), algorithm, num_speculative_tokens)
-    return write_checkpoint(folder, config, _tensors(head, list(shared)))
 
 
 def _check(head: DraftHead, algorithm: str) -> None:
@@ -61,10 +25,14 @@ def _check(head: DraftHead, algorithm: str) -> None:
         raise ConfigError("A peagle head has a mask_token_id and a mask_hidden; make the head with parallel=True.")
 
 
-def _config(
-    head: DraftHead, target_name: str, architectures: list[str], algorithm: str, num_speculative_tokens: int
-) -> dict[str, Any]:
-    config = head.module.config
+def speculators_config(head: DraftHead, record: Record) -> dict[str, Any]:
+    """The ``config.json`` of a head.
+
+    Raises:
+        ConfigError: the layout cannot express the head.
+    """
+    config, algorithm = head.module.config, record.algorithm
+    _check(head, algorithm)
     written: dict[str, Any] = {
         "architectures": [ARCHITECTURES[algorithm]],
         "speculators_model_type": algorithm,
@@ -83,12 +51,12 @@ def _config(
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": num_speculative_tokens,
+                    "speculative_tokens": record.num_speculative_tokens,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
             ],
-            "verifier": {"name_or_path": target_name, "architectures": architectures},
+            "verifier": {"name_or_path": record.target_name, "architectures": list(record.target_architectures)},
         },
     }
     return written if head.mask_token_id is None else written | {"mask_token_id": head.mask_token_id}
@@ -99,17 +67,3 @@ def _layers(config: Any) -> dict[str, Any]:
     written: dict[str, Any] = {"model_type": config.layers.model_type, **config.layers.to_diff_dict()}
     theta = (written.get("rope_parameters") or {}).get("rope_theta")
     return written if theta is None else written | {"rope_theta": theta}
-
-
-def _tensors(head: DraftHead, shared: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The tensors of a head, by their names in the file."""
-    found = without_shared(dict(head.module.named_parameters(remove_duplicate=False)), shared)
-    if head.module.mask_hidden is not None:
-        found["mask_hidden"] = head.module.mask_hidden.view(1, 1, -1)
-    vocabulary = head.module.draft_to_target
-    if vocabulary is not None:
-        found["d2t"] = vocabulary - torch.arange(len(vocabulary), device=vocabulary.device)
-        found["t2d"] = torch.zeros(head.module.config.layers.vocab_size, dtype=torch.bool).index_fill(
-            0, vocabulary.cpu(), True
-        )
-    return found

@@ -1,8 +1,10 @@
-"""The interface of a drafter that the compiler uses. The drafters are in :mod:`specgraph.drafters`."""
+"""What the compiler needs of a drafter. The drafters are in :mod:`specgraph.drafters`."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor, fx
 
@@ -12,68 +14,64 @@ SCRATCH = "scratch"
 """The note on a draft call that keeps nothing which a later step reads."""
 
 
-class Mask(Protocol):
+@dataclass(frozen=True, eq=False)
+class Mask:
     """The input of a drafter for a token that is not drafted yet, when it drafts in parallel.
 
-    ``token_id`` is the mask token, an id of the drafter's embedding. ``hidden`` ``[H]`` takes the place of the hidden
-    state, for drafters that read one.
+    Attributes:
+        token_id: the mask token, an id of the drafter's embedding.
+        hidden: ``[H]``, which takes the place of the hidden state, for drafters that read one.
     """
 
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def hidden(self) -> Tensor | None: ...
+    token_id: int
+    hidden: Tensor | None = None
 
 
-class Drafter(Protocol):
-    """A drafter that is bound to a target: facts about it, and the method that adds its nodes to a step graph."""
+@dataclass(frozen=True, eq=False)
+class Drafter(ABC):
+    """A drafter that is bound to a target: facts about it, and the method that adds its nodes to a step graph.
+
+    Class attributes: ``chained`` says whether it makes its drafts by a chain of calls, which ``parallel_draft`` can
+    replace by one call, ``looks_up`` whether its drafts are a function of the accepted tokens, which no network
+    computes, so that K may be chosen after a look at them.
+
+    Attributes:
+        num_speculative_tokens: K, the number of drafts per step and sequence.
+        modules: its traced graphs, by the names that they get in the program.
+        models: facts about those of its modules that have attention, by their names.
+        features: the indices ``k`` of the target's hidden states ``hs[k]`` that it reads.
+        draft_to_target: int64 ``[Vd]``, the target id of every draft id; None if the two are the same.
+        mask: the mask for drafting in parallel; None if it cannot do so.
+        parallel: whether it was trained to draft in parallel, which is then the default.
+    """
+
+    num_speculative_tokens: int = 0
+    modules: dict[str, fx.GraphModule] = field(default_factory=dict)
+    models: dict[str, ModelInfo] = field(default_factory=dict)
+    features: tuple[int, ...] = ()
+    draft_to_target: Tensor | None = None
+    mask: Mask | None = None
+    parallel: bool = False
+
+    chained: ClassVar[bool] = False
+    looks_up: ClassVar[bool] = False
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """The name of the drafter in reports."""
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        """K, the number of drafts per step and sequence."""
-
-    @property
-    def modules(self) -> dict[str, fx.GraphModule]:
-        """The traced graphs of the drafter, by the names that they get in the program."""
-
-    @property
-    def models(self) -> dict[str, ModelInfo]:
-        """Facts about those of its modules that have attention, by their names."""
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        """The indices ``k`` of the target's hidden states ``hs[k]`` that the drafter reads."""
-
-    @property
-    def draft_to_target(self) -> Tensor | None:
-        """int64 ``[Vd]``, the target id of every draft id; None if the two are the same."""
-
-    @property
-    def chained(self) -> bool:
-        """Whether it makes its drafts by a chain of calls, which ``parallel_draft`` can replace by one call."""
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether its drafts are a function of the accepted tokens, which no network computes."""
-
-    @property
-    def mask(self) -> Mask | None:
-        """The mask for drafting in parallel; None if the drafter cannot do so."""
-
-    @property
-    def parallel(self) -> bool:
-        """Whether it was trained to draft in parallel, which is then the default."""
+        """What reports call it."""
 
     @property
     def lookahead(self) -> int:
-        """How many tokens behind it a row of its cache depends on."""
+        """How many tokens behind it a row of its cache depends on: row ``p`` is a function of tokens 0 to ``p + this``.
 
+        A shifted drafter's depends on one. Sequences share a page of the cache only if those tokens are the same, too.
+        """
+        return 1
+
+    @abstractmethod
     def build(self, step: Any) -> int:
-        """Append the drafter's nodes to the step graph through a :class:`~specgraph.drafters.step.DraftStep`.
+        """Append its nodes to the step graph through a :class:`~specgraph.drafters.step.DraftStep`.
 
-        Returns the number of draft calls per step.
+        Returns the number of its calls per step.
         """

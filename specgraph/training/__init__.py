@@ -1,7 +1,7 @@
-"""Trains small models for tests, demos and tables: a target from text, and a draft that is distilled from it."""
+"""Trains draft heads that read the hidden states of a frozen target, for all drafters that support training."""
 
-from .config import TrainConfig
-from .data import format_question
-from .run import TrainReport, run_training
+from specgraph.training.config import HeadTrainConfig
+from specgraph.training.data import format_question
+from specgraph.training.run import HeadTrainReport, train_head
 
-__all__ = ["TrainConfig", "TrainReport", "format_question", "run_training"]
+__all__ = ["HeadTrainConfig", "HeadTrainReport", "format_question", "train_head"]

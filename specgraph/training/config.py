@@ -1,210 +1,211 @@
-"""The configuration of a training run. It is made of plain dataclasses, which ``OmegaConf.structured`` accepts."""
+"""The configuration of ``python -m specgraph train draft=HEAD``."""
+
+from __future__ import annotations
 
 import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
-from ..errors import ConfigError
+from specgraph.config.drafters import trained_by
+from specgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specgraph.drafters.heads import HeadDrafter
+
+MODEL_TYPES = ("llama", "qwen3")
+FAMILIES = ("chained", "target")
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
 
 
 @dataclass
-class TokenizerConfig:
-    """Byte-level BPE in which each digit is one token. ``vocab_size`` includes the 256 bytes and two special tokens."""
+class HeadConfig:
+    """The head. Its width, embedding and vocabulary projection are the target's; null takes the target's value."""
 
-    vocab_size: int = 3072
-    """The number of tokens, with the 256 bytes and two special tokens among them."""
-
-
-@dataclass
-class ModelConfig:
-    """The shape of a causal LM with tied embeddings, of any architecture of transformers."""
-
+    layers: int | None = None
+    """The number of decoder layers; for medusa, of residual blocks in every head; for mtp, of modules; null is 1, and
+    for dflash and dspark 5."""
+    family: str = "chained"
+    """mtp: the hidden state that further modules read, chained (the output of the module before) or target."""
     model_type: str = "llama"
-    """The architecture, as transformers names it: llama, qwen3, qwen3_5_text and so on."""
-    hidden_size: int = 256
-    """The width of the hidden states."""
-    num_hidden_layers: int = 8
-    """The number of decoder layers."""
-    num_attention_heads: int = 4
-    """The number of query heads."""
-    num_key_value_heads: int = 2
-    """The number of key-value heads, a divisor of the number of query heads."""
-    head_dim: int = 64
-    """The width of one attention head."""
-    intermediate_size: int = 768
+    """The kind of decoder layers, llama or qwen3 (which norms queries and keys)."""
+    intermediate_size: int | None = None
     """The width of the MLP."""
-    max_position_embeddings: int = 1024
-    """The longest sequence that the model can decode."""
-    rope_theta: float = 10000.0
-    """The base of the rotary embeddings."""
-    attention_dropout: float = 0.0
-    """The share of attention weights that are dropped in training."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further settings of the architecture's configuration, such as {linear_num_value_heads: 4}."""
+    num_attention_heads: int | None = None
+    """The number of query heads."""
+    num_key_value_heads: int | None = None
+    """The number of key-value heads."""
+    head_dim: int | None = None
+    """The width of one attention head."""
+    feature_layers: list[int] = field(default_factory=list)
+    """The indices k, ascending, of the target's hidden states hs[k] that the head reads; [] takes hs[2], hs[L//2],
+    hs[L-3]; for dflash and dspark five from hs[2] to hs[L-2]; for a head that reads only one the last."""
+    causal: bool = False
+    """dflash, dspark: whether rows of a block see no later rows of it, so that a draft does not depend on how many
+    there are behind it."""
+    markov_rank: int = 256
+    """dspark: the rank of the Markov head, which corrects logits by the token before; 0 is none."""
+    markov_kind: str = "vanilla"
+    """dspark: the kind of Markov head, vanilla, gated or rnn."""
+    confidence: bool = True
+    """dspark: whether the head learns to estimate which drafts are accepted, which changes no draft."""
+    norm_before_residual: bool = False
+    """Whether the first layer's residual is the normed hidden state."""
+    draft_vocab_size: int | None = None
+    """Draft only this many tokens, those most frequent in the target's answers; null is the whole vocabulary."""
+    init: str | None = None
+    """The folder of a trained head, as `train` saves it, to start from; layers that it lacks start as in a new head."""
+    mask_token_id: int | None = None
+    """peagle, dflash, dspark: the id in the place of a token not drafted yet, which text does not use; null is the PAD
+    token."""
 
 
 @dataclass
-class OptimConfig:
-    """AdamW with a linear warm-up, and then a cosine down to ``final_lr_ratio``. ``batch_size`` counts documents."""
+class ChainConfig:
+    """The chain of drafts behind every token that is trained on."""
 
-    steps: int = 2000
-    """The number of updates."""
-    batch_size: int = 64
-    """How many documents an update uses."""
-    learning_rate: float = 2e-3
-    """The learning rate at the end of the warm-up."""
-    warmup_steps: int = 100
-    """The number of updates of the warm-up."""
-    final_lr_ratio: float = 0.05
-    """The share of the learning rate that is left at the end."""
-    weight_decay: float = 1.0
-    """The weight decay, which applies to matrices only."""
-    grad_clip: float = 1.0
-    """The largest norm of a gradient; larger ones are clipped."""
-    eval_every: int = 100
-    """The number of updates between two measurements on held-out documents."""
+    steps: int = 7
+    """The number of drafts in a chain; for medusa, of heads."""
+    decay: float = 0.8
+    """Draft i has the weight decay^i in the loss."""
+    overlap: float = 0.0
+    """The share of the loss that is the probability of a rejection at temperature 1; the rest is the cross-entropy.
+    DeepSpec trains dspark with 0.95."""
+    anchors: float = 1.0
+    """The share of the answers' tokens behind which drafts are learned, drawn for every batch. For dflash
+    and dspark, a batch costs as much less."""
+    keep: float = 1.0
+    """Draft i learns from a share max(keep^i, keep_least) of these tokens, drawn for every batch."""
+    keep_least: float = 0.2
+    """The least share of tokens, see keep."""
 
 
 @dataclass
 class RolloutConfig:
-    """Text that the target writes and from which the draft learns, since decoding asks it to continue such text.
+    """The text from which the head learns. The target writes it: it answers every question greedily, and once more at
+    answer_temperature."""
 
-    ``sampled_questions`` documents are sampled at ``question_temperature``, including their questions. These questions
-    and those of the training data are then answered greedily and, once more, at ``answer_temperature``.
-    """
-
-    sampled_questions: int = 16384
-    """How many documents the target invents, with their questions."""
+    file: str | None = None
+    """The file of the target's answers: read if it exists, else written; null is output/rollouts.jsonl."""
+    sampled_questions: int = 0
+    """How many additional questions the target invents."""
     question_temperature: float = 1.0
-    """The temperature at which the target invents documents."""
+    """The temperature at which the target invents questions."""
     answer_temperature: float = 0.8
-    """The temperature of the second answer to a question; the first is greedy."""
-    max_new_tokens: int = 320
-    """The most tokens of an answer."""
-    batch_size: int = 4096
-    """How many answers are written together."""
-
-
-@dataclass
-class TargetConfig:
-    """The model to be decoded, trained on the documents by next-token cross-entropy.
-
-    ``input_noise`` is the share of input tokens that are replaced by random ones in training. On 7.2k documents of
-    GSM8K, a share of 0.1 improved the best held-out loss from 1.76 to 1.66 nats per token (with a weight decay of 1 for
-    both). ``checkpoint`` is the folder of an earlier run's target, with its tokenizer; then only a draft is trained.
-    Keep ``data``, ``heldout`` and ``seed`` of that run, because they choose the documents that are held out.
-    """
-
-    checkpoint: str = ""
-    """The folder of an earlier run's target, with its tokenizer; then only a draft is trained. Empty trains a
-    target."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    input_noise: float = 0.15
-    """The share of input tokens that are replaced by random ones in training."""
-
-
-def _draft_model() -> ModelConfig:
-    return ModelConfig(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=384
-    )
-
-
-def _draft_optim() -> OptimConfig:
-    return OptimConfig(
-        steps=5000, batch_size=256, learning_rate=3e-3, warmup_steps=200, weight_decay=0.01, eval_every=500
-    )
-
-
-@dataclass
-class DraftConfig:
-    """The small model that is distilled from the target. ``question_weight`` scales the loss of question tokens."""
-
-    enabled: bool = True
-    """Whether a draft is trained; without one, only the target is written, for heads to be trained with."""
-    model: ModelConfig = field(default_factory=_draft_model)
-    optim: OptimConfig = field(default_factory=_draft_optim)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    question_weight: float = 0.1
-    """The factor on the loss of question tokens."""
-
-
-@dataclass
-class AcceptanceConfig:
-    """How acceptance is measured at the end: greedy decoding with ``num_speculative_tokens`` drafts per step."""
-
-    num_speculative_tokens: int = 4
-    """K, the number of drafts per step."""
+    """The temperature of the second answer to a question."""
     max_new_tokens: int = 256
     """The most tokens of an answer."""
-    max_questions: int = 200
-    """How many questions are answered."""
+    batch_size: int = 256
+    """How many answers are written together."""
+    chat: bool = False
+    """Ask each question as a chat of one turn, by the tokenizer's template, instead of as Question: ... Answer:."""
 
 
 @dataclass
-class TrainConfig:
-    """One run, which trains a tokenizer, a target and a draft, and measures them.
+class OptimConfig:
+    """AdamW with a linear warm-up, and then a cosine down to ``final_lr_ratio``."""
 
-    ``data`` is a jsonl file with the fields ``question`` and ``answer``. ``heldout`` of its documents are not used for
-    training. Acceptance is measured on ``eval_data``, a file of the same form; if it is empty, on the held-out
-    documents.
-    """
+    steps: int = 4000
+    """The number of updates."""
+    batch_size: int = 64
+    """How many answers an update uses."""
+    learning_rate: float = 2e-3
+    """The learning rate at the end of the warm-up."""
+    warmup_steps: int = 100
+    """The number of updates of the warm-up."""
+    final_lr_ratio: float = 0.02
+    """The share of the learning rate that is left at the end."""
+    weight_decay: float = 0.01
+    """The weight decay, which applies to matrices only."""
+    grad_clip: float = 1.0
+    """The largest norm of a gradient; larger ones are clipped."""
+    eval_every: int = 200
+    """The number of updates between two measurements on held-out questions."""
+    checkpoint_every: int = 200
+    """The number of updates between two checkpoints; a run that was killed continues from its last one."""
+    max_seconds: float | None = None
+    """Stop after this many seconds; the cosine then ends with them, and the run does not repeat exactly."""
 
-    data: str = ""
-    """The documents: a .jsonl file with the fields question and answer."""
-    eval_data: str = ""
-    """A file of the same form, on which acceptance is measured; empty takes the held-out documents."""
-    output: str = "outputs/tiny-math"
-    """The folder for the tokenizer, both models and the report."""
-    heldout: int = 256
-    """How many documents are used for measurements only, and not for training."""
-    max_length: int = 640
-    """The most tokens of a document; longer ones are cut."""
-    seed: int = 0
-    """The seed of everything random."""
+
+@dataclass
+class HeadTrainConfig:
+    """One run, which trains a head for a frozen target on the target's own answers."""
+
+    model: str = ""
+    """The target: a folder or a name for AutoModelForCausalLM."""
+    dtype: str = "auto"
+    """The target's dtype: float32, bfloat16, float16 or float64, on a CPU one of the first two; auto is float32 on a
+    CPU and the checkpoint's own elsewhere. The head is trained in float32, with bfloat16 autocast on a GPU or beside a
+    target in bfloat16, and saved in bfloat16."""
     device: str = "auto"
     """cpu or cuda; auto takes a GPU if there is one."""
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    target: TargetConfig = field(default_factory=TargetConfig)
-    draft: DraftConfig = field(default_factory=DraftConfig)
-    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    trust_remote_code: bool = False
+    """Run the code of a model or tokenizer that is not transformers' own."""
+    algorithm: str = "eagle3"
+    """The kind of head that is trained, as chosen by draft=."""
+    data: str = ""
+    """The questions: a .jsonl file with the fields question and answer."""
+    output: str = "outputs/head"
+    """The folder for the head, its report and its loss curve."""
+    heldout: int = 256
+    """How many questions are used for measurements only, and not for training."""
+    max_length: int = 512
+    """The most tokens of a question with its answer; longer texts are cut."""
+    eval_drafts: int = 5
+    """The K for which the acceptance length is estimated."""
+    seed: int = 0
+    """The seed of everything random."""
+    head: HeadConfig = field(default_factory=HeadConfig)
+    chain: ChainConfig = field(default_factory=ChainConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    def drafter(self) -> type[HeadDrafter]:
+        """The class of the drafter whose head this run trains."""
+        from specgraph.drafters.registry import drafter_class
+
+        return cast("type[HeadDrafter]", drafter_class(trained_by()[self.algorithm]))
+
+    @property
+    def rollout_file(self) -> str:
+        """The file in which the target's answers are kept."""
+        return self.rollout.file or os.path.join(self.output, "rollouts.jsonl")
 
 
-_NOT_IN_ALL = {"model_type", "rope_theta", "attention_dropout", "options"}
-"""Fields of :class:`ModelConfig` that a configuration need not have by these names."""
-_MAY_BE_ZERO = {"seed", "heldout", "warmup_steps", "final_lr_ratio", "weight_decay", "question_weight",
-                "sampled_questions", "attention_dropout", "input_noise"}  # fmt: skip
+_MAY_BE_ZERO = {"seed", "warmup_steps", "final_lr_ratio", "weight_decay", "sampled_questions", "keep_least",
+                "mask_token_id", "markov_rank", "overlap"}  # fmt: skip
 
 
-def check_config(cfg: TrainConfig) -> None:
+def check_dtype(device: str, dtype: str) -> None:
+    """Raise ``ConfigError`` if a head cannot use the tensors of a target in this dtype on this kind of device."""
+    if device == "cpu" and dtype not in ("float32", "bfloat16"):
+        raise ConfigError(
+            f"dtype={dtype}: on a CPU, a head is trained beside a target in float32 or bfloat16; give one of them."
+        )
+
+
+def check_head_config(cfg: HeadTrainConfig) -> None:
     """Raise ``ConfigError`` for the first value that is out of range, with its key and the allowed values."""
-    if not cfg.data:
-        raise ConfigError("data is not set: give data=path/to/file.jsonl, one question and answer per line.")
-    if cfg.tokenizer.vocab_size < 258:
-        raise ConfigError(
-            f"tokenizer.vocab_size={cfg.tokenizer.vocab_size} is too small: 256 bytes and 2 special tokens need at "
-            "least 258; try tokenizer.vocab_size=3072."
-        )
+    for key, example in (("model", "PATH, the folder or name of a causal LM"), ("data", "path/to/questions.jsonl")):
+        if not getattr(cfg, key):
+            raise ConfigError(f"{key} is not set: give {key}={example}.")
+    if cfg.algorithm not in trained_by():
+        raise ConfigError(f"draft={cfg.algorithm} cannot be trained: use draft={' or draft='.join(trained_by())}.")
+    if cfg.head.model_type not in MODEL_TYPES:
+        raise ConfigError(f"head.model_type={cfg.head.model_type!r} is not known: use {' or '.join(MODEL_TYPES)}.")
+    if cfg.head.family not in FAMILIES:
+        raise ConfigError(f"head.family={cfg.head.family!r} is not known: use {' or '.join(FAMILIES)}.")
+    if cfg.head.markov_kind not in MARKOV_KINDS:
+        raise ConfigError(f"head.markov_kind={cfg.head.markov_kind!r} is not known: use vanilla, gated or rnn.")
     check_numbers(cfg, _MAY_BE_ZERO)
-    if cfg.target.checkpoint and not cfg.draft.enabled:
+    for key in ("decay", "overlap", "anchors", "keep", "keep_least"):
+        if getattr(cfg.chain, key) > 1:
+            raise ConfigError(f"chain.{key}={getattr(cfg.chain, key)} is out of range: it must be 1 or less.")
+    if cfg.eval_drafts > cfg.chain.steps:
         raise ConfigError(
-            f"draft.enabled=false and target.checkpoint={cfg.target.checkpoint} leave nothing to train: leave out one "
-            "of them."
-        )
-    for name, model in (("target", cfg.target.model), ("draft", cfg.draft.model)):
-        _check_model(name, model, cfg.max_length)
-
-
-def check_paths(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` for a target that does not exist, or an output that cannot become a folder."""
-    checkpoint = cfg.target.checkpoint
-    if checkpoint and not os.path.isfile(os.path.join(checkpoint, "config.json")):
-        raise ConfigError(
-            f"target.checkpoint={checkpoint}: there is no config.json; give the folder of a trained target, or leave "
-            "it empty to train one."
+            f"eval_drafts={cfg.eval_drafts} is more than chain.steps={cfg.chain.steps}: the head is not trained for "
+            "that many drafts; lower the one or raise the other."
         )
     check_output(cfg.output)
 
@@ -229,41 +230,3 @@ def check_numbers(node: object, may_be_zero: Collection[str], path: str = "") ->
             if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
                 least = "0 or more" if zero else "more than 0"
                 raise ConfigError(f"{where}={value} is out of range: it must be {least}.")
-
-
-def _check_model(name: str, model: ModelConfig, max_length: int) -> None:
-    where = f"{name}.model"
-    _check_architecture(where, model)
-    if model.hidden_size % model.num_attention_heads:
-        raise ConfigError(
-            f"{where}: hidden_size={model.hidden_size} must be a multiple of "
-            f"num_attention_heads={model.num_attention_heads}; change one of them."
-        )
-    if model.num_attention_heads % model.num_key_value_heads:
-        raise ConfigError(
-            f"{where}: num_attention_heads={model.num_attention_heads} must be a multiple of "
-            f"num_key_value_heads={model.num_key_value_heads}; change one of them."
-        )
-    if model.max_position_embeddings < max_length:
-        raise ConfigError(
-            f"{where}.max_position_embeddings={model.max_position_embeddings} is less than max_length={max_length}: "
-            "raise the one or lower the other."
-        )
-
-
-def _check_architecture(where: str, model: ModelConfig) -> None:
-    """Refuse what transformers has no causal LM for, and settings that its configuration does not have."""
-    from transformers import AutoConfig  # which takes seconds, and is not needed to print help
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    known, kind = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), model.model_type
-    if kind not in known:
-        close = get_close_matches(kind, known, 3) or ["llama", "qwen3"]
-        raise ConfigError(f"{where}.model_type={kind!r} is no causal LM of transformers: use {' or '.join(close)}.")
-    config = AutoConfig.for_model(kind)
-    own = [item.name for item in fields(model) if item.name not in _NOT_IN_ALL]
-    for name, key in [*((name, name) for name in own), *((name, f"options.{name}") for name in model.options)]:
-        if not hasattr(config, name):
-            close = get_close_matches(name, config.to_dict(), 3)
-            hint = f"did you mean {' or '.join(close)}?" if name in model.options and close else "use another one."
-            raise ConfigError(f"{where}.{key} is no setting of model_type={kind}; {hint}")

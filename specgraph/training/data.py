@@ -5,12 +5,12 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, InputError
+from specgraph.errors import ConfigError, InputError
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,6 @@ class Batch(NamedTuple):
 def format_question(question: str) -> str:
     """The prompt of a question, as the models were trained on it. A continuation begins with a space."""
     return f"Question: {question}\nAnswer:"
-
-
-def format_document(document: Document) -> str:
-    """The whole text of a document, without EOS."""
-    return f"{format_question(document.question)} {document.answer}"
 
 
 def read_documents(path: str, name: str = "data") -> list[Document]:
@@ -97,20 +92,6 @@ def split_documents(documents: Sequence[Document], heldout: int, seed: int) -> t
     shuffled = list(documents)
     random.Random(seed).shuffle(shuffled)
     return shuffled[heldout:], shuffled[:heldout]
-
-
-def encode_documents(documents: Sequence[Document], tokenizer: Any, max_length: int) -> list[Encoded]:
-    """Encode documents. Prompt and answer are encoded separately, as a prompt and its continuation are in decoding.
-
-    A document that is longer than ``max_length`` tokens is cut, and then has no EOS.
-    """
-    prompts = tokenizer([format_question(d.question) for d in documents])["input_ids"]
-    answers = tokenizer([f" {d.answer}" for d in documents])["input_ids"]
-    eos = tokenizer.eos_token_id
-    return [
-        Encoded([*prompt, *answer, eos][:max_length], min(len(prompt), max_length))
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
 
 
 def collate(documents: Sequence[Encoded], pad_id: int, question_weight: float = 1.0) -> Batch:

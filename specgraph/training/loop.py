@@ -1,160 +1,204 @@
-"""The training loop for a target and for a draft model that start from scratch, with the loss of each."""
+"""The training loop of a head, on ``accelerate``. A run that is killed can continue from its last checkpoint."""
 
+from __future__ import annotations
+
+import contextlib
+import dataclasses
 import itertools
-import math
+import json
+import os
+import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ..progress import Note, Progress
-from .config import OptimConfig
-from .data import Batch
-from .updates import Updates
+from specgraph.errors import ConfigError
+from specgraph.progress import Note, Progress
+from specgraph.training.chain import ChainLoss, counted_rows, step_weights
+from specgraph.training.config import HeadTrainConfig
+from specgraph.training.data import Batch, Encoded, shuffled
+from specgraph.training.measure import Measured, measure
+from specgraph.training.teacher import Teacher
+from specgraph.training.updates import Updates, lr_factor
 
-Loss = Callable[[Batch], Tensor]
-"""A function from a batch to the loss of every predicted token, float32 ``[B, S - 1]``, without weights."""
+STATE = "run.json"
+_FREE = {"output", "device", "max_seconds", "checkpoint_every", "file"}
+"""The keys that may differ between a run and the run that continues it."""
 
 
 @dataclass
-class StageReport:
-    """The training of one model. Losses are in nats per weighted token.
+class HeadProgress:
+    """The progress of a run. ``losses`` holds pairs of a step and the mean loss since the pair before. ``measured``
+    holds tuples of a step, the held-out loss and the acceptance length. Losses are in nats per token. Those of training
+    include that of a confidence head."""
 
-    ``curve`` holds tuples of the step, the training loss and the held-out loss. ``heldout_loss`` is the best held-out
-    loss of the curve, and the weights of that step are kept. A model that was loaded and not trained has 0 steps and no
-    ``train_loss``.
-    """
-
-    parameters: int = 0
-    steps: int = 0
-    best_step: int = 0
-    train_loss: float | None = None
-    heldout_loss: float = math.inf
+    step: int = 0
     seconds: float = 0.0
-    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    measured: list[tuple[int, float, float]] = field(default_factory=list)
+    pending: list[float] = field(default_factory=list)
+    """The losses since the last entry of ``losses``."""
 
 
-def cross_entropy(model: Any, input_noise: float = 0.0) -> Loss:
-    """The next-token cross-entropy of ``model``. In training, random tokens replace a share of its input tokens."""
-
-    def loss(batch: Batch) -> Tensor:
-        inputs = batch.tokens[:, :-1]
-        if input_noise > 0 and model.training:
-            inputs = replace_randomly(inputs, input_noise, model.config.vocab_size)
-        logits = model(input_ids=inputs, use_cache=False).logits.float()
-        losses: Tensor = F.cross_entropy(logits.transpose(1, 2), batch.tokens[:, 1:], reduction="none")
-        return losses
-
-    return loss
-
-
-def replace_randomly(tokens: Tensor, share: float, vocab_size: int) -> Tensor:
-    """``tokens`` with about ``share`` of them replaced by ids drawn from the whole vocabulary."""
-    chosen = torch.rand(tokens.shape, device=tokens.device) < share
-    return torch.where(chosen, torch.randint_like(tokens, vocab_size), tokens)
-
-
-def distillation(draft: Any, target: Any) -> Loss:
-    """KL(target || draft) over the full vocabulary, at temperature 1 (Hinton et al. 2015, arXiv 1503.02531)."""
-
-    def loss(batch: Batch) -> Tensor:
-        inputs = batch.tokens[:, :-1]
-        with torch.no_grad():
-            wanted = target(input_ids=inputs, use_cache=False).logits.float().log_softmax(-1)
-        given = draft(input_ids=inputs, use_cache=False).logits.float().log_softmax(-1)
-        divergence: Tensor = (wanted.exp() * (wanted - given)).sum(-1)
-        return divergence
-
-    return loss
-
-
-def optimise(
-    label: str,
-    model: torch.nn.Module,
-    loss: Loss,
-    batches: Iterator[Batch],
-    heldout: Sequence[Batch],
-    cfg: OptimConfig,
-    accelerator: Any,
-) -> StageReport:
-    """Train ``model`` in place on ``cfg.steps`` batches, and give it the weights that had the best held-out loss.
-
-    The weights stay float32, and losses are computed under the accelerator's autocast.
-    """
-    start, updates = time.monotonic(), Updates(model, cfg, accelerator)
-    watch = _Watch(model, loss, heldout, accelerator, cfg)
-    with Progress(label, cfg.steps, True, keep=True) as progress:
-        for step, batch in enumerate(itertools.islice(batches, cfg.steps), 1):
-            watch.losses.append(updates.update(_mean_loss(loss, batch, accelerator)))
-            progress.advance(1, watch.note(step))
-    return watch.finish(round(time.monotonic() - start, 1))
-
-
-class _Watch:
-    """Measures a model every ``cfg.eval_every`` steps and at the end, and remembers its best weights.
-
-    Attributes:
-        losses: the loss of every batch since the last measurement, on the device.
-    """
+class HeadLoop:
+    """Trains one head in place."""
 
     def __init__(
-        self, model: torch.nn.Module, loss: Loss, heldout: Sequence[Batch], accelerator: Any, cfg: OptimConfig
+        self, trained: ChainLoss, teacher: Teacher, cfg: HeadTrainConfig, accelerator: Any, save: Callable[[], None]
     ) -> None:
-        self._model, self._loss, self._heldout, self._accelerator, self._cfg = model, loss, heldout, accelerator, cfg
-        self._report = StageReport(parameters=sum(p.numel() for p in model.parameters()), steps=cfg.steps)
-        self._best: dict[str, Tensor] = {}
-        self.losses: list[Tensor] = []
+        """Prepare the training. ``save`` is called at every checkpoint, so a killed run also leaves a usable head."""
+        self.cfg, self.teacher, self.accelerator, self.save = cfg, teacher, accelerator, save
+        self.progress = HeadProgress()
+        self.plain, self.updates = trained, Updates(trained, cfg.optim, accelerator, self._lr_factor)
+        self.folder = Path(cfg.output) / "checkpoint"
+        self._began = time.monotonic()
 
-    def note(self, step: int) -> Note:
-        """Measure if ``cfg.eval_every`` steps have passed, and return a line about the training."""
-        if step % self._cfg.eval_every and step != self._cfg.steps:
-            return lambda: f"loss {self._mean():.4f}"
-        report, mean = self._report, self._mean()
-        held = evaluate(self._model, self._loss, self._heldout, self._accelerator)
-        report.curve.append((step, round(mean, 4), round(held, 4)))
-        report.train_loss, self.losses = mean, []
-        if held < report.heldout_loss:
-            report.heldout_loss, report.best_step = held, step
-            self._best = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
-        return f"loss {mean:.4f} held-out {held:.4f}"
+    def run(
+        self, documents: Sequence[Encoded], heldout: Sequence[Encoded], pad_id: int
+    ) -> tuple[HeadProgress, Measured]:
+        """Train on ``documents``, from the last checkpoint if there is one, and measure on ``heldout``."""
+        with _same_random_state():
+            self._resume()
+            done, optim = self.progress, self.cfg.optim
+            self._began = time.monotonic() - done.seconds
+            batches = shuffled(documents, optim.batch_size, pad_id, self.cfg.seed, question_weight=0.0)
+            with Progress(self.cfg.algorithm, optim.steps, True, done=done.step, keep=True) as bar:
+                for batch in itertools.islice(batches, done.step, None):
+                    if self._finished():
+                        break
+                    done.pending.append(self._update(batch))
+                    done.step += 1
+                    bar.advance(1, self._report(heldout))
+            done.seconds = round(time.monotonic() - self._began, 1)
+        final = self._measure(heldout)
+        self._note(final)
+        return done, final
 
-    def finish(self, seconds: float) -> StageReport:
-        """Give the model its best weights, and report on the training."""
-        if self._best:
-            self._model.load_state_dict(self._best)
-        self._report.seconds = seconds
-        return self._report
+    def clear(self) -> None:
+        """Remove the checkpoint, when a run has succeeded."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _mean(self) -> float:
-        return float(sum(self.losses)) / len(self.losses)
+    def _finished(self) -> bool:
+        limit = self.cfg.optim.max_seconds
+        late = limit is not None and time.monotonic() - self._began >= limit
+        return self.progress.step >= self.cfg.optim.steps or late
+
+    def _lr_factor(self, step: int) -> float:
+        """The share of the learning rate. Under a time limit, the cosine follows the time if it runs ahead of steps."""
+        optim = self.cfg.optim
+        if optim.max_seconds is not None and step >= optim.warmup_steps:
+            share = (time.monotonic() - self._began) / optim.max_seconds
+            step = min(optim.steps, max(step, int(share * optim.steps)))
+        return lr_factor(step, optim)
+
+    def _update(self, batch: Batch) -> Any:
+        """Make one update and return the loss, on the device."""
+        # The rows are drawn on the CPU with a seed for each step, so that a resumed run draws the same rows.
+        generator = torch.Generator().manual_seed(1_000_003 * self.cfg.seed + self.progress.step)
+        rows = counted_rows(batch.weights, self.cfg.chain, generator)
+        device = self.teacher.device
+        tokens = batch.tokens.to(device, non_blocking=True)
+        chosen = [chosen.to(device, non_blocking=True) for chosen in rows]
+        losses: Tensor = self.updates.model(tokens, self.teacher(tokens), chosen)
+        return self.updates.update((losses * step_weights(self.cfg.chain, device)).sum())
+
+    def _report(self, heldout: Sequence[Encoded]) -> Note:
+        """Measure and save if enough steps have passed, and return a line about the training."""
+        optim, step = self.cfg.optim, self.progress.step
+        last = step == optim.steps
+        note: Note = self._loss
+        if step % optim.eval_every == 0 and not last:
+            self._note(self._measure(heldout))
+            (_, held, length), (_, loss) = self.progress.measured[-1], self.progress.losses[-1]
+            note = f"loss {loss:.4f} held-out {held:.4f} acceptance length {length:.3f}"
+        if step % optim.checkpoint_every == 0 and not last:
+            self._checkpoint()
+        return note
+
+    def _loss(self) -> str:
+        """The mean loss since the last measurement."""
+        pending = self.progress.pending
+        return f"loss {_mean(pending):.4f}" if pending else ""
+
+    def _measure(self, heldout: Sequence[Encoded]) -> Measured:
+        cfg = self.cfg
+        return measure(
+            self.plain,
+            self.teacher,
+            heldout,
+            cfg.chain,
+            cfg.eval_drafts,
+            cfg.optim.batch_size,
+            self.accelerator.autocast,
+        )
+
+    def _note(self, measured: Measured) -> None:
+        done = self.progress
+        if done.pending:
+            done.losses.append((done.step, round(_mean(done.pending), 4)))
+            done.pending = []
+        done.measured.append((done.step, round(measured.loss, 4), round(measured.acceptance_length, 4)))
+
+    def _checkpoint(self) -> None:
+        """Write a checkpoint beside the old one, and then replace the old one."""
+        self.progress.seconds = time.monotonic() - self._began
+        self.progress.pending = [float(loss) for loss in self.progress.pending]
+        new = self.folder.with_name("checkpoint.tmp")
+        shutil.rmtree(new, ignore_errors=True)
+        self.accelerator.save_state(str(new), safe_serialization=False)
+        (new / STATE).write_text(json.dumps({"config": _fixed(self.cfg), "progress": vars(self.progress)}))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.replace(new, self.folder)
+        self.save()
+
+    def _resume(self) -> None:
+        if not (self.folder / STATE).is_file():
+            return
+        saved = json.loads((self.folder / STATE).read_text())
+        other = sorted(key for key, value in _fixed(self.cfg).items() if saved["config"].get(key, value) != value)
+        if other:
+            before = f"{other[0]}={saved['config'][other[0]]}"
+            raise ConfigError(
+                f"output={self.cfg.output} holds an unfinished run with {before}: give the same settings to go on with "
+                "it, another output, or delete its folder checkpoint."
+            )
+        self.accelerator.load_state(str(self.folder))
+        done = saved["progress"]
+        curves = {name: list(map(tuple, done[name])) for name in ("losses", "measured")}  # JSON has no tuples
+        self.progress = HeadProgress(**done | curves)
 
 
-def evaluate(model: torch.nn.Module, loss: Loss, batches: Sequence[Batch], accelerator: Any) -> float:
-    """The weighted mean loss over ``batches``, in nats per token. The model's training mode does not change."""
-    training = model.training
-    model.eval()
-    total = weight = 0.0
-    with torch.no_grad():
-        for batch in batches:
-            moved = _to(batch, accelerator.device)
-            with accelerator.autocast():
-                total += float((loss(moved) * moved.weights).sum())
-            weight += float(batch.weights.sum())
-    model.train(training)
-    return total / weight
+def _fixed(cfg: HeadTrainConfig) -> dict[str, Any]:
+    """The values that must be equal in a run and in the run that continues it, by dotted key."""
+
+    def flat(node: object, prefix: str) -> Iterator[tuple[str, Any]]:
+        for item in dataclasses.fields(node):  # type: ignore[arg-type]
+            value = getattr(node, item.name)
+            if dataclasses.is_dataclass(value):
+                yield from flat(value, f"{prefix}{item.name}.")
+            elif item.name not in _FREE:
+                yield f"{prefix}{item.name}", list(value) if isinstance(value, list | tuple) else value
+
+    return dict(flat(cfg, ""))
 
 
-def _mean_loss(loss: Loss, batch: Batch, accelerator: Any) -> Tensor:
-    """The weighted mean over the predicted tokens of one batch, as a scalar on the accelerator's device."""
-    moved = _to(batch, accelerator.device)
-    with accelerator.autocast():
-        mean: Tensor = (loss(moved) * moved.weights).sum() / moved.weights.sum()
-    return mean
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    """A context that restores the random generators of Python and numpy, because loading a checkpoint sets them."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
-    return Batch(batch.tokens.to(device, non_blocking=True), batch.weights.to(device, non_blocking=True))
+def _mean(losses: Sequence[Any]) -> float:
+    return float(sum(losses) / len(losses))

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ..compiler.compile import compile_speculative
-from ..errors import ConfigError
-from ..progress import Progress
-from ..runtime.decoder import SpeculativeDecoder
-from .config import RolloutConfig
-from .data import Document, Encoded, format_question
+from specgraph.compiler.compile import compile_speculative
+from specgraph.errors import ConfigError
+from specgraph.progress import Progress
+from specgraph.runtime.decoder import SpeculativeDecoder
+from specgraph.training.config import RolloutConfig
+from specgraph.training.data import Document, Encoded, format_question
 
 _MARKS = format_question("\0").split("\0")  # what stands before and after a question
 
@@ -63,12 +63,17 @@ def _decoder(model: Any, longest: int, batch_size: int) -> SpeculativeDecoder:
     return compile_speculative(model, config)
 
 
-def write_documents(target: Any, tokenizer: Any, questions: Sequence[str], cfg: RolloutConfig) -> list[Encoded]:
-    """Documents that the target writes: its answers to questions that it samples itself, and to the given ones."""
+def write_documents(
+    target: Any, tokenizer: Any, questions: Sequence[str], cfg: RolloutConfig, chat: bool = False
+) -> list[Encoded]:
+    """Documents that the target writes: its answers to questions that it samples itself, and to the given ones.
+
+    ``chat`` is that of :func:`encode_questions`.
+    """
     writer = copy.deepcopy(target).to(torch.bfloat16) if target.device.type == "cuda" else target
     sampled = _sample_documents(writer, tokenizer, cfg)
     asked = [*questions, *(document.question for document in sampled)]
-    prompts = encode_questions(tokenizer, asked, getattr(cfg, "chat", False))
+    prompts = encode_questions(tokenizer, asked, chat)
     temperatures = (0.0, cfg.answer_temperature)
     answers = continue_prompts(writer, prompts, cfg.max_new_tokens, temperatures, cfg.batch_size, "target answers")
     return [
@@ -96,7 +101,7 @@ def encode_questions(tokenizer: Any, questions: Sequence[str], chat: bool) -> li
 
 
 def split_text(text: str) -> Document | None:
-    """The inverse of ``format_document``; None if the text has no question or no answer."""
+    """The question and the answer of a text that the target wrote; None if the text has no question or no answer."""
     before, after = _MARKS
     if not text.startswith(before) or text.count(after) != 1:
         return None

@@ -1,241 +1,171 @@
-"""A whole training run: it trains the tokenizer, the target and the draft, measures them, and writes a report."""
+"""A whole run: the target writes answers, a head is trained on them, and a report is written."""
+
+from __future__ import annotations
 
 import json
-import os
 import platform
-import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from ..errors import ConfigError
-from .acceptance import AcceptanceReport, measure_acceptance
-from .config import TrainConfig, check_config, check_paths
-from .data import (
-    Document,
-    Encoded,
-    encode_documents,
-    format_document,
-    format_question,
-    in_order,
-    read_documents,
-    shuffled,
-    split_documents,
-)
-from .loop import StageReport, cross_entropy, distillation, evaluate, optimise
-from .models import build_model, count_parameters, folder_bytes, load_model, save_model
-from .recurrent import fast_recurrence
-from .rollout import write_documents
-from .tokenizer import train_tokenizer
-from .updates import accelerator_on
+from specgraph.drafters.base import DraftHead
+from specgraph.training.answers import split_rollouts
+from specgraph.training.chain import ChainLoss
+from specgraph.training.config import HeadTrainConfig, check_dtype, check_head_config
+from specgraph.training.data import Encoded, collate, read_documents, split_documents
+from specgraph.training.head import bf16_copy, build_head, start_from
+from specgraph.training.loop import HeadLoop, HeadProgress
+from specgraph.training.measure import Measured
+from specgraph.training.plot import plot_losses
+from specgraph.training.teacher import Teacher
+from specgraph.training.updates import accelerator_on
 
 
 @dataclass
-class TrainReport:
-    """The results of ``run_training``, which are also written to ``<output>/training_report.json``.
+class HeadTrainReport:
+    """The results of :func:`train_head`, which are also written to ``<output>/training_report.json``.
 
-    ``draft`` and ``acceptance`` are None if no draft was trained, and what counts its texts and bytes is 0.
+    ``measured`` is estimated without a decoder, from greedy answers to held-out questions. ``progress`` has the loss
+    curve.
     """
 
-    target: StageReport
-    draft: StageReport | None
-    acceptance: AcceptanceReport | None
+    algorithm: str
+    parameters: int
+    steps: int
+    seconds: float
     documents: int
     heldout: int
-    rollout_documents: int
-    vocab_size: int
-    target_bytes: int
-    draft_bytes: int
-    seconds: float
+    eval_drafts: int
+    measured: Measured
+    progress: HeadProgress
     device: str
+    config: dict[str, Any]
     versions: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [_stage_line("target", "cross-entropy", self.target, self.target_bytes)]
-        if self.draft is not None and self.acceptance is not None:
-            lines += [
-                _stage_line("draft", "KL to the target", self.draft, self.draft_bytes),
-                *_acceptance_lines(self.acceptance),
-            ]
-        return "\n".join([*lines, f"{self.seconds:.0f} s on {self.device}"])
+        measured = self.measured
+        lines = [
+            f"{self.algorithm}: {self.parameters / 1e6:.2f}M trained parameters, {self.steps} steps in "
+            f"{self.seconds:.0f} s on {self.device}, {self.documents} answers",
+            f"greedy, {self.heldout} held-out questions, K={self.eval_drafts}: loss {measured.loss:.4f} nats/token, "
+            f"acceptance length {measured.acceptance_length:.3f}",
+            "accepted per position: " + " ".join(f"{share:.3f}" for share in measured.per_position),
+            *self.notes,
+        ]
+        return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Data:
-    """Tokenised documents. ``questions`` are the training questions as text; acceptance is measured on ``prompts``."""
+def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> HeadTrainReport:
+    """Train a draft head for a frozen target on the target's own answers.
 
-    train: list[Encoded]
-    heldout: list[Encoded]
-    questions: list[str]
-    prompts: list[list[int]]
+    This writes ``config.json`` and ``model.safetensors`` (bf16, in the layout of the drafter) to ``cfg.output``, and
+    beside them ``training_report.json`` and ``loss.png``. During the run, there is a checkpoint in
+    ``<output>/checkpoint``. If the run is killed, the same call continues from there. Without a time limit, it ends
+    with the same weights on the same machine. Progress is shown on standard error. All randomness follows from
+    ``cfg.seed``, and the caller's random generators do not change.
 
-
-def run_training(cfg: TrainConfig) -> TrainReport:
-    """Train a target and its draft from a file of questions and answers, and measure the acceptance of the drafts.
-
-    This writes ``<output>/target`` and ``<output>/draft`` (bf16 safetensors, configuration and tokenizer, which
-    ``AutoModelForCausalLM`` and ``AutoTokenizer`` load) and ``<output>/training_report.json``. With
-    ``cfg.target.checkpoint``, that target is used unchanged, and none is written. Progress is shown on standard error.
-    All randomness follows from ``cfg.seed``, and the caller's random generators do not change.
+    Args:
+        model: the target, in evaluation mode and on the device for the training. It does not change.
+        tokenizer: the target's tokenizer.
+        cfg: the configuration of the run.
 
     Raises:
-        ConfigError: a setting is out of range.
+        ConfigError: a setting is out of range, or does not fit the target.
         InputError: a data file is missing, empty or malformed.
+        UnsupportedModelError: the target cannot be traced.
     """
-    check_config(cfg)
-    check_paths(cfg)
-    device = _device(cfg.device)
+    check_head_config(cfg)
+    check_dtype(model.device.type, str(model.dtype).removeprefix("torch."))
+    train, heldout = split_documents(read_documents(cfg.data), cfg.heldout, cfg.seed)
+    device = model.device
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        accelerator_on(device) as accelerator,
+        accelerator_on(device, model.dtype) as accelerator,
     ):
         torch.manual_seed(cfg.seed)
-        return _run(cfg, accelerator)
+        model.requires_grad_(False)
+        learned, measured = split_rollouts(model, tokenizer, train, heldout, cfg)
+        torch.manual_seed(cfg.seed)  # again, so that it does not matter whether answers were written or read
+        return _train(model, tokenizer, learned, measured, cfg, accelerator)
 
 
-def _run(cfg: TrainConfig, accelerator: Any) -> TrainReport:
-    start, device = time.monotonic(), accelerator.device
-    documents = read_documents(cfg.data)
-    asked = read_documents(cfg.eval_data, "eval_data") if cfg.eval_data else []
-    train, heldout = split_documents(documents, cfg.heldout, cfg.seed)
-    tokenizer = _tokenizer(cfg, train)
-    data = _encode(cfg, tokenizer, train, heldout, asked or heldout)
+def _train(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    learned: Sequence[Encoded],
+    heldout: Sequence[Encoded],
+    cfg: HeadTrainConfig,
+    accelerator: Any,
+) -> HeadTrainReport:
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    head = build_head(model, cfg, pad_id, learned)
+    teacher = Teacher(model, head.features)
+    if cfg.head.init is None:
+        head.module.match_scale(teacher(collate(heldout[:16], pad_id).tokens.to(teacher.device)).hidden)
+    else:
+        start_from(head.module, cfg.head.init)
 
-    target_folder = cfg.target.checkpoint or os.path.join(cfg.output, "target")
-    trained = None if cfg.target.checkpoint else _pretrain(cfg, tokenizer, data, target_folder, accelerator)
-    target = load_model(target_folder, device)
-    target_report = trained or _loaded_target(cfg, target, data, accelerator)
+    def save() -> None:
+        _save(head, model, cfg)
 
-    draft = _draft(cfg, tokenizer, target, data, accelerator) if cfg.draft.enabled else _NO_DRAFT
-    report = TrainReport(
-        target=target_report,
-        draft=draft.report,
-        acceptance=draft.acceptance,
-        documents=len(train),
+    loop = HeadLoop(ChainLoss(head, cfg.chain.steps, cfg.chain.overlap), teacher, cfg, accelerator, save)
+    progress, measured = loop.run(learned, heldout, pad_id)
+    save()
+    report = HeadTrainReport(
+        algorithm=cfg.algorithm,
+        parameters=sum(p.numel() for p in head.module.parameters() if p.requires_grad),
+        steps=progress.step,
+        seconds=progress.seconds,
+        documents=len(learned),
         heldout=len(heldout),
-        rollout_documents=draft.documents,
-        vocab_size=len(tokenizer),
-        target_bytes=folder_bytes(target_folder),
-        draft_bytes=draft.bytes,
-        seconds=round(time.monotonic() - start, 1),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
+        eval_drafts=cfg.eval_drafts,
+        measured=measured,
+        progress=progress,
+        device=_device_name(teacher.device),
+        config=asdict(cfg),
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
     )
-    with open(os.path.join(cfg.output, "training_report.json"), "w", encoding="utf-8") as file:
-        json.dump(asdict(report), file, indent=1)
-        file.write("\n")
+    _write_report(report, Path(cfg.output))
+    loop.clear()
     return report
 
 
-class _Draft(NamedTuple):
-    """What a run reports about its draft, with the number of texts that the target wrote for it."""
-
-    report: StageReport | None
-    acceptance: AcceptanceReport | None
-    documents: int
-    bytes: int
-
-
-_NO_DRAFT = _Draft(None, None, 0, 0)
-
-
-def _draft(cfg: TrainConfig, tokenizer: Any, target: Any, data: _Data, accelerator: Any) -> _Draft:
-    """Let the target write texts, train a draft on them, and measure the draft as it was saved."""
-    written = write_documents(target, tokenizer, data.questions, cfg.draft.rollout)
-    folder = os.path.join(cfg.output, "draft")
-    report = _distil(cfg, tokenizer, target, data, written, folder, accelerator)
-    acceptance = measure_acceptance(target, load_model(folder, accelerator.device), data.prompts, cfg.acceptance)
-    return _Draft(report, acceptance, len(written), folder_bytes(folder))
-
-
-def _tokenizer(cfg: TrainConfig, train: list[Document]) -> Any:
-    if cfg.target.checkpoint:
-        return AutoTokenizer.from_pretrained(cfg.target.checkpoint)
-    models = [cfg.target.model, *([cfg.draft.model] if cfg.draft.enabled else [])]
-    length = min(model.max_position_embeddings for model in models)
-    return train_tokenizer(map(format_document, train), cfg.tokenizer.vocab_size, length)
-
-
-def _encode(
-    cfg: TrainConfig, tokenizer: Any, train: list[Document], heldout: list[Document], asked: list[Document]
-) -> _Data:
-    return _Data(
-        train=encode_documents(train, tokenizer, cfg.max_length),
-        heldout=encode_documents(heldout, tokenizer, cfg.max_length),
-        questions=[document.question for document in train],
-        prompts=tokenizer([format_question(document.question) for document in asked])["input_ids"],
+def _save(head: DraftHead, model: PreTrainedModel, cfg: HeadTrainConfig) -> None:
+    """Save the head without the tensors that are the target's own."""
+    saved = bf16_copy(head)
+    frozen = [parameter for parameter in saved.module.parameters() if not parameter.requires_grad]
+    cfg.drafter().save_head(
+        saved,
+        cfg.output,
+        target_name=cfg.model,
+        algorithm=cfg.algorithm,
+        num_speculative_tokens=cfg.chain.steps,
+        shared=[tensor for tensor in frozen if _is_of(model, tensor)],
+        target_architectures=list(model.config.architectures or []),
     )
 
 
-def _pretrain(cfg: TrainConfig, tokenizer: Any, data: _Data, folder: str, accelerator: Any) -> StageReport:
-    """Train a target and save it to ``folder``."""
-    optim, pad_id = cfg.target.optim, tokenizer.pad_token_id
-    target = build_model(cfg.target.model, tokenizer)
-    batches = shuffled(data.train, optim.batch_size, pad_id, cfg.seed)
-    heldout = in_order(data.heldout, optim.batch_size, pad_id)
-    loss = cross_entropy(target, cfg.target.input_noise)
-    with fast_recurrence(target):
-        report = optimise("target", target.train(), loss, batches, heldout, optim, accelerator)
-    save_model(target, tokenizer, folder)
-    return report
+def _is_of(model: PreTrainedModel, tensor: Tensor) -> bool:
+    """Whether a frozen tensor is the target's own, and not a copy of some of its rows."""
+    return any(tensor.data_ptr() == own.data_ptr() and tensor.shape == own.shape for own in model.parameters())
 
 
-def _loaded_target(cfg: TrainConfig, target: Any, data: _Data, accelerator: Any) -> StageReport:
-    """The report about a target that was not trained here: its size and its held-out loss."""
-    heldout = in_order(data.heldout, cfg.target.optim.batch_size, target.generation_config.pad_token_id)
-    loss = evaluate(target, cross_entropy(target), heldout, accelerator)
-    return StageReport(parameters=count_parameters(target), heldout_loss=loss)
+def _write_report(report: HeadTrainReport, folder: Path) -> None:
+    curve = folder / "loss.png"
+    title = f"{report.algorithm} for {report.config['model']}"
+    if not plot_losses(report.progress, title, curve):
+        report.notes.append("no loss curve was drawn: matplotlib is missing; pip install -e '.[train]'")
+    saved = asdict(report) | {"measured": report.measured._asdict()}
+    del saved["notes"], saved["progress"]["pending"]
+    (folder / "training_report.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
 
 
-def _distil(
-    cfg: TrainConfig,
-    tokenizer: Any,
-    target: Any,
-    data: _Data,
-    written: list[Encoded],
-    folder: str,
-    accelerator: Any,
-) -> StageReport:
-    """Train a draft on the documents of the data and on those that the target wrote, and save it to ``folder``.
-
-    The held-out loss is the KL divergence on the answers of the held-out documents.
-    """
-    optim, pad_id = cfg.draft.optim, tokenizer.pad_token_id
-    draft = build_model(cfg.draft.model, tokenizer)
-    batches = shuffled([*data.train, *written], optim.batch_size, pad_id, cfg.seed + 1, cfg.draft.question_weight)
-    heldout = in_order(data.heldout, optim.batch_size, pad_id, 0.0)
-    report = optimise("draft", draft.train(), distillation(draft, target), batches, heldout, optim, accelerator)
-    save_model(draft, tokenizer, folder)
-    return report
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name!r} is not a device: use auto, cpu or cuda.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name}: no CUDA device is available; use device=cpu or device=auto.")
-    return device
-
-
-def _acceptance_lines(measured: AcceptanceReport) -> list[str]:
-    return [
-        f"greedy, {measured.questions} questions, K={measured.num_speculative_tokens}: "
-        f"agreement {measured.agreement:.3f}, "
-        f"acceptance length {measured.acceptance_length:.3f} ± {measured.standard_error:.3f}",
-        "accepted per position: " + " ".join(f"{share:.3f}" for share in measured.per_position),
-    ]
-
-
-def _stage_line(name: str, loss: str, stage: StageReport, size: int) -> str:
-    how = f"{stage.steps} steps in {stage.seconds:.0f} s (best: {stage.best_step})" if stage.steps else "loaded"
-    return (
-        f"{name}: {stage.parameters / 1e6:.2f}M parameters, {size / 1e6:.2f} MB, {how}, "
-        f"held-out {loss} {stage.heldout_loss:.4f} nats/token"
-    )
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"

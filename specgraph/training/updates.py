@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from .config import OptimConfig
+from specgraph.errors import ConfigError
+from specgraph.training.config import OptimConfig
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3 import Eagle3DraftConfig as DraftConfig
-from specgraph.drafters.eagle3 import load_head
+from specgraph.drafters.eagle3 import Eagle3Drafter
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.ir.model_info import ModelInfo
 from tests.models import make_model
@@ -37,7 +37,7 @@ def info(model: PreTrainedModel) -> ModelInfo:
 def load(folder: Path, model: PreTrainedModel | None = None, **options: Any) -> DraftHead:
     """A head in float64, for the target."""
     model = target() if model is None else model
-    return load_head(open_checkpoint(folder), DraftConfig(**options), model, info(model))
+    return Eagle3Drafter.load(open_checkpoint(folder), DraftConfig(**options), model, info(model))
 
 
 @torch.no_grad()

@@ -13,14 +13,15 @@ from specgraph.checkpoints import loading
 from specgraph.checkpoints.loading import shared_notes
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3 import Eagle3DraftConfig as DraftConfig
-from specgraph.drafters.eagle3 import load_head, read_options
+from specgraph.drafters.eagle3 import Eagle3Drafter, read_options
 from specgraph.drafters.registry import open_checkpoint
-from specgraph.drafters.speculators import save_head
 from specgraph.errors import ConfigError
 from specgraph.ir.tensors import equal_tensors
 from tests.checkpoints import layouts
 from tests.checkpoints.layouts import MASK
 from tests.checkpoints.running import info, load, target
+
+save_head = Eagle3Drafter.save_head
 
 
 def _chosen(folder: Path, layers: int | None = 7, **options: Any) -> dict[str, tuple[Any, str]]:
@@ -110,7 +111,7 @@ def test_a_copy_of_the_targets_tensor_is_not_brought_to_its_device(
         copied[change, change] += 1e-3
     written.tensors["embed_tokens.weight"] = copied.to(dtype)
     checkpoint = open_checkpoint(written.save(tmp_path))
-    head = load_head(checkpoint, DraftConfig(), model, info(model))
+    head = Eagle3Drafter.load(checkpoint, DraftConfig(), model, info(model))
     assert (head.module.embed_tokens.weight is model.model.embed_tokens.weight) is shared
     assert torch.equal(head.module.embed_tokens.weight, copied.to(dtype).double())
     assert head.module.lm_head.weight is not model.lm_head.weight

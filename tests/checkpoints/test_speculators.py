@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.drafters.speculators import save_head
+from specgraph.drafters.eagle3 import Eagle3Drafter
 from tests.checkpoints import layouts
 from tests.checkpoints.layouts import HIDDEN, VOCAB
 from tests.checkpoints.running import draft, load, target
@@ -43,7 +43,7 @@ def test_logits_are_those_of_speculators(
     written = layouts.speculators(algorithm, **CASES[case])
     head = load(written.save(tmp_path / "given"))
     # All tensors: with a transformers newer than theirs, a missing embedding is sometimes left uninitialised.
-    folder = save_head(head, tmp_path / "saved", target_name=str(verifier), algorithm=algorithm,
+    folder = Eagle3Drafter.save_head(head, tmp_path / "saved", target_name=str(verifier), algorithm=algorithm,
                        num_speculative_tokens=STEPS)  # fmt: skip
     model, logits = _their_model(folder, algorithm)
     generator = torch.Generator().manual_seed(0)

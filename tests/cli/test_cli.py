@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from specgraph.cli import commands, decode_prompts, main
-from specgraph.cli.config import COMMANDS, CONFIGURATIONS, TRAIN_HEAD
+from specgraph.cli.config import COMMANDS
 from specgraph.cli.decode_prompts import Outcome, PeerOutcome
 from specgraph.cli.help import describe
 from specgraph.cli.summary import compare_rows
@@ -52,11 +52,11 @@ def test_overview_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, TRAIN_HEAD])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_explains_every_key(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "draft=eagle3", "--help"] if command == TRAIN_HEAD else [command, "--help"]) == 0
+    assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
-    described = describe(CONFIGURATIONS[command].schema())
+    described = describe(COMMANDS[command].schema())
     for key, text in described.items():
         assert text, f"{key} has no text below its field"
         assert f"\n{key}  " in shown
@@ -397,7 +397,7 @@ def test_a_file_in_another_encoding(model: Path, capsys: pytest.CaptureFixture[s
     Path("a.txt").write_bytes("one\nzwölf\n".encode("latin-1"))
     assert main(["generate", "model=unused", "prompts=a.txt"]) == 2
     assert capsys.readouterr().err == "error: prompts=a.txt: not UTF-8 at byte 6; save the file as UTF-8.\n"
-    assert main(["train", "data=a.txt", "output=out"]) == 2
+    assert main(["train", f"model={model}", "data=a.txt", "output=out"]) == 2
     assert capsys.readouterr().err == "error: data=a.txt: not UTF-8 at byte 6; save the file as UTF-8.\n"
     Path("a.txt").write_bytes(b"\xef\xbb\xbfone\r\n")  # as editors of Windows write it
     assert main(["generate", f"model={model}", "prompts=a.txt", "format=jsonl", *QUICK]) == 0
@@ -542,27 +542,30 @@ def test_prompt_files_that_do_not_work(name: str, text: str, message: str, capsy
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
-def test_train_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train"]) == 2
-    assert main(["train", "draft.optim.step=3"]) == 2
-    assert main(["train", "data=missing.jsonl"]) == 2
+def test_train_mistakes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "model=some/path"]) == 2
+    assert main(["train", "optim.step=3"]) == 2
+    assert main(["train", "draft=draft_model"]) == 2
+    assert main(["train", f"model={model}", "data=missing.jsonl"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert errors[0].startswith("error: data is not set: ")
-    assert errors[1] == ("error: Unknown configuration key 'draft.optim.step': did you mean 'draft.optim.steps'?")
-    assert errors[2].startswith("error: data=missing.jsonl: there is no such file")
+    assert errors[1] == ("error: Unknown configuration key 'optim.step': did you mean 'optim.steps'?")
+    assert errors[2].startswith("error: There is no draft=draft_model to train; draft is ")
+    assert errors[3].startswith("error: data=missing.jsonl: there is no such file")
 
 
 def test_train_gets_its_structured_configuration(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from specgraph import training
 
-    def stop(cfg: training.TrainConfig) -> None:
-        raise PassError(f"{type(cfg).__name__} {cfg.data} {cfg.draft.optim.steps} {cfg.target.model.hidden_size}")
+    def stop(model: object, tokenizer: object, cfg: training.HeadTrainConfig) -> None:
+        raise PassError(f"{type(cfg).__name__} {cfg.algorithm} {cfg.data} {cfg.optim.steps} {cfg.head.layers}")
 
-    monkeypatch.setattr(training, "run_training", stop)
-    assert main(["train", "data=x.jsonl", "draft.optim.steps=5", "target.model.hidden_size=64"]) == 2
-    assert capsys.readouterr().err == "error: TrainConfig x.jsonl 5 64\n"
+    monkeypatch.setattr(training, "train_head", stop)
+    given = [f"model={model}", "data=x.jsonl", "draft=medusa", "optim.steps=5", "head.layers=2"]
+    assert main(["train", *given]) == 2
+    assert capsys.readouterr().err == "error: HeadTrainConfig medusa x.jsonl 5 2\n"
 
 
 def test_full_error_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, model: Path, compiled: list[Config]) -> None:

@@ -62,10 +62,10 @@ def test_a_file_may_name_a_checkpoint_or_a_preset_may_take_its_place(
 
 
 def test_a_file_serves_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("mine.yaml").write_text("target:\n  optim: {steps: 7}\ndata: a b.jsonl\n")
+    Path("mine.yaml").write_text("optim: {steps: 7}\ndata: a b.jsonl\n")
     assert main(["train", "config=mine.yaml", "--cfg", "job"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    assert (shown["target"]["optim"]["steps"], shown["data"]) == (7, "a b.jsonl")
+    assert (shown["optim"]["steps"], shown["data"]) == (7, "a b.jsonl")
 
 
 @pytest.mark.parametrize(

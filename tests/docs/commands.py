@@ -27,10 +27,10 @@ from benchmarks.soak import SoakOptions
 from specgraph.bench.config import BenchConfig, check_bench_config
 from specgraph.bench.models import SHAPES
 from specgraph.cli import commands, main
-from specgraph.cli.config import CONFIGURATIONS
+from specgraph.cli.config import COMMANDS
 from specgraph.config import Config
 from specgraph.config.drafters import trained_by
-from specgraph.training.heads.config import HeadTrainConfig, check_head_config
+from specgraph.training.config import HeadTrainConfig, check_head_config
 from tests.gpu.pieces import PIECES
 from tests.test_examples import NAMES
 
@@ -99,7 +99,7 @@ def _composed_only() -> Iterator[None]:
 def _check(name: str, cfg: DictConfig, *, first: bool = True) -> dict[str, str]:
     """In the place of :func:`commands.run`: refuse what the command would refuse before its work."""
     options = OmegaConf.to_object(cfg)
-    if issubclass(CONFIGURATIONS[name].schema(), Config):
+    if issubclass(COMMANDS[name].schema(), Config):
         commands._compiled_part(cfg)
     if isinstance(options, BenchConfig):
         check_bench_config(options)

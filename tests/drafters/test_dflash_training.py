@@ -18,13 +18,13 @@ from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash import DFlashDraftConfig, DFlashDrafter
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
+from specgraph.training import run as training_run
+from specgraph.training import train_head
+from specgraph.training.chain import ChainLoss, counted_rows
+from specgraph.training.config import ChainConfig, HeadConfig, HeadTrainConfig
 from specgraph.training.data import Encoded, collate
-from specgraph.training.heads import run as training_run
-from specgraph.training.heads import train_head
-from specgraph.training.heads.chain import ChainLoss, counted_rows
-from specgraph.training.heads.config import ChainConfig, HeadConfig, HeadTrainConfig
-from specgraph.training.heads.head import bf16_copy, build_head, start_from
-from specgraph.training.heads.teacher import Teacher
+from specgraph.training.head import bf16_copy, build_head, start_from
+from specgraph.training.teacher import Teacher
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG
 from tests.drafters.dflash_formula import BLOCK, GIVEN, MASK, formula, target

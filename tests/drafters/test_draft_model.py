@@ -223,13 +223,13 @@ PLANTED: dict[str, set[str]] = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_caught(bug: str) -> None:
-    assert caught_by(forced("qwen3", 4, bug=bug), oracle(draft("qwen3")), "strict") == PLANTED[bug]
+    assert caught_by(forced("qwen3", 4, bug=bug), oracle(draft("qwen3")), "strict") >= PLANTED[bug]
 
 
 @pytest.mark.parametrize("bug", ["noise off by one position", "raw logits kept"])
 def test_planted_bugs_of_drawn_rules_are_caught(bug: str) -> None:
     run = forced("qwen3", 4, "probabilistic", bug=bug)
-    assert caught_by(run, oracle(draft("qwen3")), "probabilistic") == {"oracle"}
+    assert caught_by(run, oracle(draft("qwen3")), "probabilistic") >= {"oracle"}
 
 
 @pytest.mark.parametrize("bug", PLANTED)

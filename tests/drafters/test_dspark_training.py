@@ -18,12 +18,12 @@ from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dspark import DSparkDraftConfig, DSparkDrafter
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
-from specgraph.training.heads import run as training_run
-from specgraph.training.heads import train_head
-from specgraph.training.heads.chain import ChainLoss, StepOutput, acceptance, estimate_loss
-from specgraph.training.heads.config import ChainConfig, HeadConfig, HeadTrainConfig
-from specgraph.training.heads.head import bf16_copy, build_head
-from specgraph.training.heads.teacher import Lesson, Teacher
+from specgraph.training import run as training_run
+from specgraph.training import train_head
+from specgraph.training.chain import ChainLoss, StepOutput, acceptance, estimate_loss
+from specgraph.training.config import ChainConfig, HeadConfig, HeadTrainConfig
+from specgraph.training.head import bf16_copy, build_head
+from specgraph.training.teacher import Lesson, Teacher
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG, assert_same_tokens, reference_greedy
 from tests.drafters.dflash_formula import target

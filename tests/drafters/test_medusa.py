@@ -44,15 +44,15 @@ from specgraph.drafters.base import DraftHead
 from specgraph.drafters.medusa import Medusa, MedusaDrafter, ResidualBlock, load_heads
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError, PassError
+from specgraph.training import HeadTrainConfig, HeadTrainReport, train_head
+from specgraph.training import run as training_run
+from specgraph.training.chain import ChainLoss, counted_rows
+from specgraph.training.config import ChainConfig, HeadConfig, OptimConfig, RolloutConfig
 from specgraph.training.data import Encoded, collate
-from specgraph.training.heads import HeadTrainConfig, HeadTrainReport, train_head
-from specgraph.training.heads import run as training_run
-from specgraph.training.heads.chain import ChainLoss, counted_rows
-from specgraph.training.heads.config import ChainConfig, HeadConfig, HeadOptimConfig, HeadRolloutConfig
-from specgraph.training.heads.head import build_head, start_from
-from specgraph.training.heads.loop import HeadLoop
-from specgraph.training.heads.measure import measure
-from specgraph.training.heads.teacher import Teacher
+from specgraph.training.head import build_head, start_from
+from specgraph.training.loop import HeadLoop
+from specgraph.training.measure import measure
+from specgraph.training.teacher import Teacher
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
@@ -489,7 +489,7 @@ BUGS: dict[str, set[str]] = {
 def test_planted_bugs_are_caught_but_not_by_tokens(bug: str) -> None:
     rule = "probabilistic" if bug == "raw logits kept" else "strict"
     assert caught_by(forced("one block", 4, rule), oracle("one block"), rule) == set()
-    assert caught_by(forced("one block", 4, rule, bug), oracle("one block"), rule) == BUGS[bug]
+    assert caught_by(forced("one block", 4, rule, bug), oracle("one block"), rule) >= BUGS[bug]
     if rule == "strict":
         assert _tokens(decoder("one block", 4, bug=bug)) == _plain_tokens()
 
@@ -680,7 +680,7 @@ def test_a_new_head_starts_with_the_logits_of_the_target() -> None:
     assert all(parameter.requires_grad for parameter in made.module.parameters())
     for layers in ([1], [1, 2]):  # a checkpoint says nothing about it
         bad = HeadTrainConfig(algorithm="medusa", head=HeadConfig(feature_layers=layers))
-        with pytest.raises(ConfigError, match=r"read the target's last hidden state; leave head\.feature_layers out\."):
+        with pytest.raises(ConfigError, match=r"last hidden state, hs\[2\]; leave head\.feature_layers out"):
             build_head(target(), bad, 1, TEXTS)
 
 
@@ -706,8 +706,8 @@ def small(data: Path, output: Path) -> HeadTrainConfig:
     return HeadTrainConfig(
         model="target", algorithm="medusa", data=str(data), output=str(output), heldout=2, max_length=64, seed=5,
         eval_drafts=2, chain=ChainConfig(steps=2),
-        rollout=HeadRolloutConfig(max_new_tokens=8, file=str(data.with_name("answers"))),
-        optim=HeadOptimConfig(steps=6, batch_size=4, learning_rate=0.01, warmup_steps=1, eval_every=2,
+        rollout=RolloutConfig(max_new_tokens=8, file=str(data.with_name("answers"))),
+        optim=OptimConfig(steps=6, batch_size=4, learning_rate=0.01, warmup_steps=1, eval_every=2,
                               checkpoint_every=2),
     )  # fmt: skip
 

@@ -162,7 +162,7 @@ BUGS: dict[str, set[str]] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught_but_not_by_tokens(bug: str) -> None:
     oracle = definition("llama", modules("llama", 3))
-    assert caught_by(forced(3, 5, bug=bug), oracle, "strict") == BUGS[bug]
+    assert caught_by(forced(3, 5, bug=bug), oracle, "strict") >= BUGS[bug]
     assert tokens_of(decoder(3, 5, bug=bug)) == plain_tokens()
 
 

@@ -16,11 +16,11 @@ from specgraph.bench.models import random_head
 from specgraph.drafters.mtp import MtpDraftConfig, MtpDrafter
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
-from specgraph.training.heads import run as training_run
-from specgraph.training.heads import train_head
-from specgraph.training.heads.config import HeadConfig
-from specgraph.training.heads.head import bf16_copy
-from specgraph.training.heads.teacher import Teacher
+from specgraph.training import run as training_run
+from specgraph.training import train_head
+from specgraph.training.config import HeadConfig
+from specgraph.training.head import bf16_copy
+from specgraph.training.teacher import Teacher
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.drafters.mtp_formula import CHAINED, FED, OTHER, definition, modules, target

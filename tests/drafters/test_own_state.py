@@ -107,7 +107,7 @@ def test_planted_bugs(right: Any, wrong: Any, monkeypatch: pytest.MonkeyPatch) -
     writes("total" if right is add_ else "counts", final=False)(wrong)
     broken = decoder("padding counts")
     caught = caught_by(forced_run(drafting_stage(broken), PROMPTS, LIMITS, seed=0), oracle(), "strict")
-    assert caught == {"fresh start", "oracle"}
+    assert caught >= {"fresh start", "oracle"}
     assert_plain(broken)
 
 

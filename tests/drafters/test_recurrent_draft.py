@@ -135,7 +135,7 @@ def test_a_state_that_stands_behind_the_rows_of_a_call_is_noticed(bug: str, k: i
 
 def test_rows_of_a_chain_that_are_not_written_are_noticed() -> None:
     run = forced("mamba", 3, bug="chained rows not written")
-    assert caught_by(run, own_logits("mamba"), "strict") == {"oracle"}
+    assert caught_by(run, own_logits("mamba"), "strict") >= {"oracle"}
 
 
 # A whole decoder

@@ -11,7 +11,7 @@ import torch
 
 from specgraph.checkpoints.loading import shared_notes
 from specgraph.drafters.eagle3 import Eagle3DraftConfig as DraftConfig
-from specgraph.drafters.eagle3 import load_head
+from specgraph.drafters.eagle3 import Eagle3Drafter
 from specgraph.drafters.registry import open_checkpoint
 from tests.checkpoints import layouts
 from tests.checkpoints.running import info, target
@@ -25,7 +25,7 @@ def test_a_head_on_a_gpu(change: bool, tmp_path: Path) -> None:
     copied[-1, -1] += change
     written.tensors["embed_tokens.weight"] = copied
     checkpoint = open_checkpoint(written.save(tmp_path))
-    head = load_head(checkpoint, DraftConfig(), model, info(model))
+    head = Eagle3Drafter.load(checkpoint, DraftConfig(), model, info(model))
     tensors = [*head.module.parameters(), head.module.draft_to_target, head.module.rotary.inv_freq]
     assert all(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors)
     assert {parameter.dtype for parameter in head.module.parameters()} == {torch.bfloat16}

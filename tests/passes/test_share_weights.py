@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from specgraph.drafters.eagle3 import Eagle3Drafter
 from specgraph.drafters.none import NoDrafter
-from specgraph.drafters.speculators import save_head
 from specgraph.ir.graphs import get_attribute, new_module, set_attribute
 from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.program import FIRST_FACTS, Program
@@ -354,7 +354,7 @@ def test_copies_in_a_checkpoint_are_shared_while_it_is_loaded(tmp_path: Path):
     model = make_model("llama")
     head = make_head(model)
     head.module.embed_tokens.weight = nn.Parameter(model.get_input_embeddings().weight.detach().clone())
-    folder = save_head(head, tmp_path, target_name="target", algorithm="eagle3", num_speculative_tokens=3)
+    folder = Eagle3Drafter.save_head(head, tmp_path, target_name="target", algorithm="eagle3", num_speculative_tokens=3)
     decoder = compiled(model, "eagle3", draft=folder)
     draft = decoder.stages["insert_draft"].modules["draft"]
     assert get_attribute(draft, "embed_tokens.weight") is model.get_input_embeddings().weight

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from specgraph.training.recurrent import fast_recurrence
+from benchmarks.tiny_models.recurrent import fast_recurrence
 
 
 def make_model() -> torch.nn.Module:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from .config import ModelConfig
+from benchmarks.tiny_models.config import ModelConfig
 
 
 def build_model(cfg: ModelConfig, tokenizer: Any) -> Any:

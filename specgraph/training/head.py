@@ -11,16 +11,15 @@ from typing import Any, cast
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash_loading import MASK_EMBEDDING, read_mask_embedding
-from specgraph.drafters.plan import HeadPlan
+from specgraph.drafters.plan import OPTIONS, SIZES, HeadPlan, plain_layer
 from specgraph.errors import ConfigError
-
-from ..data import Encoded
-from .config import HeadConfig, HeadTrainConfig
-from .teacher import feature_layers
+from specgraph.training.config import HeadConfig, HeadTrainConfig
+from specgraph.training.data import Encoded
+from specgraph.training.teacher import feature_layers
 
 
 def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, documents: Sequence[Encoded]) -> DraftHead:
@@ -40,12 +39,7 @@ def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, docume
         vocabulary=_vocabulary(cfg.head.draft_vocab_size, len(projection), documents),
         mask_token_id=_mask_token(cfg.head.mask_token_id, pad_id, len(embedding)),
         steps=cfg.chain.steps,
-        family=cfg.head.family,
-        causal=cfg.head.causal,
-        markov_rank=cfg.head.markov_rank,
-        markov_kind=cfg.head.markov_kind,
-        confidence=cfg.head.confidence,
-        norm_before_residual=cfg.head.norm_before_residual,
+        **{name: getattr(cfg.head, name) for name in OPTIONS},
     )
     return drafter.new_head(cfg.algorithm, plan)
 
@@ -92,30 +86,16 @@ def bf16_copy(head: DraftHead) -> DraftHead:
 
 def _layers(cfg: HeadConfig, text: Any, num_embeddings: int, usual: int) -> PretrainedConfig:
     """The configuration of the head's decoder layers, which have the target's shape and are ``usual`` by default."""
-    heads = cfg.num_attention_heads or text.num_attention_heads
-    kv_heads = cfg.num_key_value_heads or getattr(text, "num_key_value_heads", None) or heads
+    sizes = {key: getattr(cfg, key) for key in SIZES}
+    config: Any = plain_layer(text, num_embeddings, cfg.model_type, cfg.layers or usual, **sizes)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise ConfigError(
             f"head: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}; change one of "
             "them."
         )
-    rope = getattr(text, "rope_parameters", None) or {}
-    config: PretrainedConfig = AutoConfig.for_model(
-        cfg.model_type,
-        vocab_size=num_embeddings,
-        bos_token_id=None,
-        eos_token_id=None,
-        hidden_size=text.hidden_size,
-        intermediate_size=cfg.intermediate_size or getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        num_hidden_layers=cfg.layers or usual,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=cfg.head_dim or getattr(text, "head_dim", None) or text.hidden_size // heads,
-        max_position_embeddings=getattr(text, "max_position_embeddings", 2048),
-        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
-        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
-    )
-    return config
+    made: PretrainedConfig = config
+    return made
 
 
 def _vocabulary(size: int | None, full: int, documents: Sequence[Encoded]) -> Tensor | None:

@@ -24,9 +24,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from specgraph.drafters.base import DraftHead
-
-from .config import ChainConfig
-from .teacher import Lesson
+from specgraph.training.config import ChainConfig
+from specgraph.training.teacher import Lesson
 
 
 class StepOutput(NamedTuple):

@@ -8,20 +8,14 @@ token is the target's. No decoder is needed.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .config import AcceptanceConfig
-from .data import Encoded, collate
-from .rollout import continue_prompts
-
-
-class Step(NamedTuple):
-    """One decode step: the number of accepted drafts, and of emitted tokens, including the bonus but not after EOS."""
-
-    accepted: int
-    emitted: int
+from benchmarks.tiny_models.config import AcceptanceConfig
+from specgraph.training.data import Encoded, collate
+from specgraph.training.measure import Step
+from specgraph.training.rollout import continue_prompts
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Training: a whole run of tiny models, what it leaves on disk, its measurement, and bad input."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -13,23 +12,17 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.tiny_models.__main__ import main
+from benchmarks.tiny_models.acceptance import decode_steps, measure_acceptance
+from benchmarks.tiny_models.config import AcceptanceConfig, OptimConfig, TrainConfig
+from benchmarks.tiny_models.documents import encode_documents, format_document
+from benchmarks.tiny_models.run import TrainReport, run_training
 from specgraph.errors import ConfigError, InputError, SpecgraphError
-from specgraph.training import TrainConfig, TrainReport, format_question, run_training
-from specgraph.training.acceptance import Step, decode_steps, measure_acceptance
-from specgraph.training.config import AcceptanceConfig, OptimConfig
-from specgraph.training.data import (
-    Document,
-    Encoded,
-    collate,
-    encode_documents,
-    format_document,
-    shuffled,
-    split_documents,
-)
+from specgraph.training.data import Document, Encoded, collate, format_question, shuffled, split_documents
+from specgraph.training.measure import Step
 from specgraph.training.rollout import split_text
 from specgraph.training.updates import lr_factor
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tiny.py"
 DOCUMENTS = [
     Document(
         f"Ann has {n} red apples and buys {2 * n}. How many?", f"She has {n}+{2 * n}=<<{n}+{2 * n}={3 * n}>>{3 * n}."
@@ -58,13 +51,7 @@ class Run:
 
 
 def train(data: Path, folder: Path, *overrides: str) -> TrainReport:
-    """Through the example, so that it runs in a test."""
-    spec = importlib.util.spec_from_file_location("train_tiny", EXAMPLE)
-    assert spec and spec.loader
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    report: TrainReport = example.main([f"data={data}", f"output={folder}", *SMALL, *overrides])
-    return report
+    return main([f"data={data}", f"output={folder}", *SMALL, *overrides])
 
 
 def write_jsonl(path: Path, documents: list[Document]) -> Path:

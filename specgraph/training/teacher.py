@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.heads import HeadDrafter
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import ConfigError
 from specgraph.frontend.first_program import first_program
@@ -66,7 +66,7 @@ class Teacher:
         return logits
 
 
-def feature_layers(given: list[int], num_layers: int, drafter: type[Drafter]) -> tuple[int, ...]:
+def feature_layers(given: list[int], num_layers: int, drafter: type[HeadDrafter]) -> tuple[int, ...]:
     """The indices that were given or, if none were, those that heads of this drafter read.
 
     Raises:

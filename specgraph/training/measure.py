@@ -14,11 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..acceptance import Step
-from ..data import Batch, Encoded, in_order
-from .chain import ChainLoss, counted_rows, summed_loss
-from .config import ChainConfig
-from .teacher import Teacher
+from specgraph.training.chain import ChainLoss, counted_rows, summed_loss
+from specgraph.training.config import ChainConfig
+from specgraph.training.data import Batch, Encoded, in_order
+from specgraph.training.teacher import Teacher
+
+
+class Step(NamedTuple):
+    """One decode step: the number of accepted drafts, and of emitted tokens, including the bonus but not after EOS."""
+
+    accepted: int
+    emitted: int
 
 
 class Measured(NamedTuple):

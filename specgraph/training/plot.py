@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specgraph.plots import new_figure
-
-from .loop import HeadProgress
+from specgraph.training.loop import HeadProgress
 
 
 def plot_losses(progress: HeadProgress, title: str, path: Path) -> bool:

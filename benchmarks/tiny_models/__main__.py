@@ -1,6 +1,6 @@
-"""Train a small target and its draft: ``python examples/train_tiny.py data=questions.jsonl [key=value ...]``.
+"""Train a small target and its draft:  python -m benchmarks.tiny_models data=questions.jsonl [KEY=VALUE ...]
 
-Keys are those of ``specgraph.training.config.TrainConfig``, for example ``draft.optim.steps=2000``.
+Keys are those of :class:`benchmarks.tiny_models.config.TrainConfig`, for example ``draft.optim.steps=2000``.
 """
 
 import sys
@@ -8,8 +8,9 @@ import sys
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from benchmarks.tiny_models.config import TrainConfig
+from benchmarks.tiny_models.run import TrainReport, run_training
 from specgraph.errors import SpecgraphError
-from specgraph.training import TrainConfig, TrainReport, run_training
 
 
 def main(overrides: list[str]) -> TrainReport:
@@ -24,4 +25,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (SpecgraphError, OmegaConfBaseException) as error:
-        sys.exit(f"train_tiny: {str(error).splitlines()[0]}")
+        sys.exit(f"tiny_models: {str(error).splitlines()[0]}")
