@@ -115,13 +115,13 @@ class _Key:
         return type(value), self._parts(value)
 
     def _parts(self, value: Any) -> Hashable:
-        """The key of what may change, or occur again."""
+        """The key of what may change or occur again. Loops are over copies, since other threads may run the module."""
         if type(value) in (dict, OrderedDict, MappingProxyType):
-            return tuple((self._value(key), self._value(item)) for key, item in value.items())
+            return tuple((self._value(key), self._value(item)) for key, item in [*value.items()])
         if type(value) is list:
-            return tuple(map(self._value, value))
+            return tuple(map(self._value, [*value]))
         if type(value) is set:
-            return frozenset(map(self._value, value))
+            return frozenset(map(self._value, [*value]))
         if type(value) is functools.partial:
             return self._value(value.func), self._value(value.args), self._value(value.keywords)
         if isinstance(value, torch.export.Dim):
@@ -139,7 +139,8 @@ class _Key:
         return _Itself(function.__code__), *map(self._value, (function.__defaults__, function.__kwdefaults__, held))
 
     def _tensor(self, tensor: Tensor) -> Hashable:
-        if id(tensor) not in self._tensors or tensor.layout != torch.strided:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if id(tensor) not in self._tensors or not plain:
             raise UnknownKeyError(type(tensor))
         storage = tensor.untyped_storage()._cdata
         number = self._storages.setdefault(storage, len(self._storages))
@@ -157,7 +158,7 @@ class _Key:
             if kind is not nn.Module:
                 self._note(kind.__module__, sys.modules[kind.__module__])
                 self._note(f"{kind.__module__}.{kind.__qualname__}", kind)
-        held = tuple((name, self._value(item)) for name, item in vars(value).items() if name not in _OTHERS)
+        held = tuple((name, self._value(item)) for name, item in dict(vars(value)).items() if name not in _OTHERS)
         return held, tuple(map(_content, value._buffers.values())) if isinstance(value, nn.Module) else ()
 
     def _note(self, name: str, owner: object) -> None:
