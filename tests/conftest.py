@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,18 +20,8 @@ if not torch.cuda.is_available():
 # Tests compile hundreds of decoders for a few tokens each. Those that are about torch.compile switch it on.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
-# Their exports are kept (see below). Imported later, they would have no part in it.
-import specgraph.compiler.compile
-import specgraph.drafters.dflash
-import specgraph.drafters.draft_model
-import specgraph.drafters.dspark
-import specgraph.drafters.medusa
-import specgraph.drafters.mtp_graphs
-import specgraph.drafters.shifted  # noqa: F401
 import tests.interpreter
-import tests.traces
-from specgraph.frontend.tracing import export_hooked, trace
-from specgraph.ir.graphs import export_module
+from specgraph.ir import kept
 
 torch.set_num_threads(1)
 
@@ -72,24 +61,5 @@ def torch_compile() -> Iterator[None]:
         yield
 
 
-ABOUT_TRACING = ("test_tracing.py", "test_masks.py", "test_threads.py", "test_origins.py", "test_traces.py")
-"""Files that are about tracing, where every model is traced anew."""
-
-_KEPT = {f.__name__: (f, tests.traces.kept(f)) for f in (trace, export_module, export_hooked)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cached_traces(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Trace equal models and heads once per session: it is most of a compilation, and has tests of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in () if request.path.name in ABOUT_TRACING else [*sys.modules.values()]:
-            # Where the functions are defined they stay, so that whoever imports them later gets them as they are.
-            name = getattr(module, "__name__", "")
-            if not name.startswith(("specgraph.", "tests.")) or name.startswith(
-                ("specgraph.frontend.", "specgraph.ir.")
-            ):
-                continue
-            for attribute, (function, kept) in _KEPT.items():
-                if vars(module).get(attribute) is function:
-                    patch.setattr(module, attribute, kept)
-        yield
+kept.MOST = 1 << 20
+"""Tests compile equal models again and again, and need every export as long as they last."""

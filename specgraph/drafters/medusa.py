@@ -30,7 +30,7 @@ from specgraph.drafters.heads import HeadDrafter, Record
 from specgraph.drafters.plan import HeadPlan, random_plan
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
-from specgraph.ir.graphs import export_module
+from specgraph.ir.exporting import export_module
 from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels import step as functions
 

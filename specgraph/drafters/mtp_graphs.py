@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from specgraph.drafters.mtp_module import MtpModule, MtpOptions
 from specgraph.frontend.tracing import TracedModel, export_hooked
-from specgraph.ir.graphs import export_module, new_module, replace_tensors, splice
+from specgraph.ir.exporting import export_module
+from specgraph.ir.graphs import new_module, replace_tensors, splice
 from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels import step as functions
 

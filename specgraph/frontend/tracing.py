@@ -28,9 +28,10 @@ from specgraph.frontend.recurrent import hooked_recurrence, recurrent_functions,
 from specgraph.frontend.rotary import fix_rotary, read_one_row, rope_of
 from specgraph.frontend.unknown import HARMLESS, refuse_unknown
 from specgraph.ir.devices import move_foreign_nodes
-from specgraph.ir.exporting import exporting, own_copy, replaced
+from specgraph.ir.exporting import export_module, exporting, own_copy, replaced
 from specgraph.ir.functional import functional
-from specgraph.ir.graphs import export_module, new_module, unlift
+from specgraph.ir.graphs import calls, new_module, unlift
+from specgraph.ir.kept import kept
 from specgraph.ir.model_info import ModelInfo, Rope
 from specgraph.kernels.state import RECURRENT
 
@@ -230,25 +231,34 @@ def trace(model: PreTrainedModel, length: int | None = None) -> TracedModel:
     functions = {name for _, name in recurrent_functions(model)}
     _check_layer_types(config, type(model).__name__, functions)
     rope = rope_of(model, length)
-    limit = max_positions(model, rope)
+    graph = _exported(model, rope)
+    body, head = _split(graph, layers, type(model).__name__)
+    parameter, caches = next(model.parameters()), sum(1 for _ in calls(body.graph, ATTENTION))
+    info = ModelInfo(type(model).__name__, int(head_output(head).shape[-1]), layers, int(config.hidden_size),
+                     parameter.dtype, parameter.device, max_positions(model, rope), num_caches=caches,
+                     rope=rope)  # fmt: skip
+    return TracedModel(info, body, head)
+
+
+@kept
+def _exported(model: PreTrainedModel, rope: Rope | None) -> fx.GraphModule:
+    """The graph from tokens and positions to the logits and every hidden state, after all checks of the model."""
+    name, layers = type(model).__name__, int(model.config.get_text_config().num_hidden_layers)
     with exporting(), _collecting(), torch.no_grad():
         own = hooked(model, rope.length if rope else None)
         wrapper = _Forward(own)
-        calls = attention_calls(own, model)
-        _check_attention(len(calls), type(model).__name__, layers, wrapper.takes_positions, recurrent=bool(functions))
-        check_masks(calls, type(model).__name__, limit)
+        made = attention_calls(own, model)
+        recurrent = bool(recurrent_functions(model))
+        _check_attention(len(made), name, layers, wrapper.takes_positions, recurrent=recurrent)
+        check_masks(made, name, max_positions(model, rope))
         with hooked_recurrence(own):
-            exported = functional(_export(wrapper, type(model).__name__))
-    graph, parameter = unlift(exported, "model."), next(model.parameters())
-    move_foreign_nodes(graph, parameter.device)
+            exported = functional(_export(wrapper, name))
+    graph = unlift(exported, "model.")
+    move_foreign_nodes(graph, next(model.parameters()).device)
     take_groups(graph.graph)
-    _check_calls(graph.graph, calls, type(model).__name__)
-    body, head = _split(graph, layers, type(model).__name__)
-    check_mixing(body, {ATTENTION, *RECURRENT}, type(model).__name__)
-    vocab = head_output(head).shape[-1]
-    info = ModelInfo(type(model).__name__, int(vocab), layers, int(config.hidden_size), parameter.dtype,
-                     parameter.device, limit, num_caches=len(calls), rope=rope)  # fmt: skip
-    return TracedModel(info, body, head)
+    _check_calls(graph.graph, made, name)
+    check_mixing(_split(graph, layers, name)[0], {ATTENTION, *RECURRENT}, name)
+    return graph
 
 
 def export_hooked(

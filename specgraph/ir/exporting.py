@@ -26,9 +26,12 @@ from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from specgraph.compat import Patcher, proxy
+from specgraph.ir.functional import functional
+from specgraph.ir.graphs import new_module, unlift
+from specgraph.ir.kept import kept
 from specgraph.ir.origins import ModelFrames
 
 _EXPORTING = threading.RLock()
@@ -54,6 +57,24 @@ def exporting() -> Iterator[None]:
             nearest = _only_here(ModelFrames, proxy.CapturedTraceback.extract)
             stack.enter_context(replaced(proxy, "CapturedTraceback", SimpleNamespace(extract=nearest)))
         yield
+
+
+@kept
+def export_module(
+    module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str, prefix: str = ""
+) -> fx.GraphModule:
+    """Export a module without attention as a graph of ATen nodes.
+
+    ``prefix`` is removed from the names of its tensors.
+    """
+    with exporting():
+        exported = torch.export.export(own_copy(module), args, dynamic_shapes=dims, strict=False)
+        unlifted = unlift(functional(exported), prefix)
+    output = unlifted.graph.output_node()
+    (outputs,) = output.args
+    if isinstance(outputs, tuple) and len(outputs) == 1:
+        output.args = outputs
+    return new_module(unlifted, unlifted.graph, name)
 
 
 def _enter_no_grad(self: torch.no_grad) -> None:

@@ -12,8 +12,6 @@ from torch import fx, nn
 
 from specgraph.compat import LazyGraphModule, OpOverload, pytree
 from specgraph.errors import UnsupportedModelError
-from specgraph.ir.exporting import exporting, own_copy
-from specgraph.ir.functional import functional
 
 
 def set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
@@ -132,23 +130,6 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
         node.update_arg(place, value)
     else:
         node.update_kwarg(name, value)
-
-
-def export_module(
-    module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str, prefix: str = ""
-) -> fx.GraphModule:
-    """Export a module without attention as a graph of ATen nodes.
-
-    ``prefix`` is removed from the names of its tensors.
-    """
-    with exporting():
-        exported = torch.export.export(own_copy(module), args, dynamic_shapes=dims, strict=False)
-        unlifted = unlift(functional(exported), prefix)
-    output = unlifted.graph.output_node()
-    (outputs,) = output.args
-    if isinstance(outputs, tuple) and len(outputs) == 1:
-        output.args = outputs
-    return new_module(unlifted, unlifted.graph, name)
 
 
 def is_no_op(node: fx.Node) -> bool:

@@ -47,8 +47,6 @@ from tests.drafters.test_eagle import run_of, small_target, tokenizer
 from tests.harness import Options, Run, drafting_stage, forced_run, fresh_start, real_run
 from tests.models import exact_norms, make_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 DENSE, MOE = "qwen3_5_text", "qwen3_5_moe_text"
 LAYOUT = "qwen3_next"
 PROMPTS = ragged_prompts((3, 9, 2))

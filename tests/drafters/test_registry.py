@@ -20,7 +20,7 @@ from specgraph.drafters.base import Draft, Drafter, Target
 from specgraph.drafters.registry import drafter_class, drafter_classes
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
-from specgraph.ir.graphs import export_module
+from specgraph.ir.exporting import export_module
 from specgraph.kernels import step as functions
 from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.models import VOCAB, make_model, ragged_prompts

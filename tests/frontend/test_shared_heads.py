@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from specgraph.frontend.recurrent import REPEAT, take_groups
-from specgraph.ir.graphs import calls, export_module
+from specgraph.ir.exporting import export_module
+from specgraph.ir.graphs import calls
 
 RULE = torch.ops.specgraph.gated_delta_rule.default
 

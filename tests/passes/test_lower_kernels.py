@@ -20,7 +20,7 @@ from specgraph.compiler.numerics import observe
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import ConfigError, PassError
 from specgraph.frontend.tracing import trace
-from specgraph.ir.graphs import export_module
+from specgraph.ir.exporting import export_module
 from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.program import FIRST_FACTS, Program
 from specgraph.ir.verifier import verify_program

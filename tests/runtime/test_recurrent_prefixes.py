@@ -32,8 +32,6 @@ TAILS = ragged_prompts((1, 5, 18, 2))
 PROMPTS = [torch.cat([SHARED[: 53 - 13 * index], tail]) for index, tail in enumerate(TAILS)]
 PROMPTS += [SHARED, SHARED[:9], SHARED[:32], SHARED[:33], torch.cat([SHARED[:48], OTHER]), OTHER, PROMPTS[0]]
 """They share less than a chunk, whole chunks exactly, one token more, and several pages."""
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 EXTRA: dict[str, Any] = {"max_batch_size": 3, "max_length": 96}
 DELTA = "olmo_hybrid"
 Steps = list[list[tuple[list[int], list[float]]]]

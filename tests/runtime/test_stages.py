@@ -12,7 +12,6 @@ from tests.decoding import compiled
 from tests.models import shared_model
 
 
-@pytest.mark.usefixtures("cached_traces")
 def test_a_wrong_stage_of_a_decoder_names_the_nearest_and_all() -> None:
     stages = compiled(shared_model("llama"), "none").stages
     with pytest.raises(KeyError) as error:

@@ -1,0 +1,286 @@
+"""Exports of modules, kept for modules that are equal in all but the values of their parameters.
+
+Exporting a model takes most of the time of a compilation, and one process compiles the same model again and again: for
+several drafters, in a notebook, in tests. :func:`kept` wraps a function that exports a module. For a module that equals
+an earlier one, it returns a copy of the earlier graphs with the tensors of the given module.
+
+Modules are equal if their keys are (:func:`key_of`). A key holds the whole tree of modules: every class, every
+attribute, hook and configuration, the layout of every tensor, the values of every buffer, and which tensors share
+memory. The code is part of the key as well: the functions of every class, and the names of the Python modules that take
+part in an export. So a model that was changed is exported again, as is one whose code was replaced.
+
+A key is made only of what it can compare. Code that is neither PyTorch's nor transformers' nor specgraph's may depend
+on anything, so a module with a class, a hook or an object from elsewhere is exported every time.
+
+What is kept holds no weights: tensors without memory stand in their places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import hashlib
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from specgraph.compat import FakeTensor, pytree
+from specgraph.ir.graphs import copy_module, get_attribute
+
+MOST = 16
+"""So many exports of a function are kept, those used last. One of a model of 24 layers takes some ten megabytes."""
+TRUSTED = frozenset({"torch", "transformers", "specgraph"})
+"""The packages whose code depends on nothing that a key does not hold."""
+_LIBRARIES = TRUSTED | sys.stdlib_module_names | {"huggingface_hub"}
+"""The packages from which methods of their classes come."""
+_CODE = ("specgraph.frontend.", "specgraph.ir.", "transformers.masking_utils", "transformers.modeling_rope_utils",
+         "transformers.modeling_layers", "transformers.activations", "transformers.integrations.")  # fmt: skip
+"""Python modules whose functions an export runs, beside those of the classes of the model."""
+_OTHERS = {
+    "_name_or_path", "name_or_path", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+}  # fmt: skip
+"""Attributes that take no part in a forward pass: where a model was loaded from, and how it is loaded and saved."""
+_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+
+_Export = TypeVar("_Export", bound=Callable[..., fx.GraphModule])
+
+
+class UnknownKeyError(Exception):
+    """A value has no key, since it cannot be told whether it equals another one."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Itself:
+    """Stands in a key for code, which equals nothing but itself."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def key_of(module: nn.Module, *rest: Any) -> Hashable:
+    """Equal for arguments of which the same graphs are made, apart from the values of the module's parameters.
+
+    Raises:
+        UnknownKeyError: the arguments hold something that cannot be compared.
+    """
+    inputs = {id(leaf) for leaf in pytree.tree_leaves(rest) if isinstance(leaf, Tensor)}
+    return _Key(inputs.union(map(id, _tensors(module).values()))).of((module, *rest))
+
+
+class _Key:
+    """The key of some values. An object that occurs again is named by its number."""
+
+    def __init__(self, tensors: set[int]) -> None:
+        """``tensors`` are the ids of those that may occur: a graph would hold any other one as a constant."""
+        self._tensors = tensors
+        self._numbers: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+        self._code: dict[str, Hashable] = {}
+
+    def of(self, values: tuple[Any, ...]) -> Hashable:
+        """The key, with the code and the settings of the process on which an export depends."""
+        parts = self._value(values)
+        for name in sorted(name for name in [*sys.modules] if name.startswith(_CODE)):  # another thread may import
+            self._note(name, sys.modules[name])
+        return parts, tuple(self._code.items()), _settings()
+
+    def _value(self, value: Any) -> Hashable:
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        if isinstance(value, float | complex):
+            return type(value), repr(value)  # zero equals minus zero
+        if isinstance(value, BuiltinFunctionType | type):
+            return _Itself(value)
+        if type(value) in (tuple, frozenset):
+            return type(value), type(value)(map(self._value, value))
+        if isinstance(value, MethodType):
+            return MethodType, self._value(value.__func__), self._value(value.__self__)
+        if id(value) in self._numbers:
+            return "seen", self._numbers[id(value)]
+        self._numbers[id(value)] = len(self._numbers)
+        return type(value), self._parts(value)
+
+    def _parts(self, value: Any) -> Hashable:
+        """The key of what may change or occur again. Loops are over copies, since other threads may run the module."""
+        if type(value) in (dict, OrderedDict, MappingProxyType):
+            return tuple((self._value(key), self._value(item)) for key, item in [*value.items()])
+        if type(value) is list:
+            return tuple(map(self._value, [*value]))
+        if type(value) is set:
+            return frozenset(map(self._value, [*value]))
+        if type(value) is functools.partial:
+            return self._value(value.func), self._value(value.args), self._value(value.keywords)
+        if isinstance(value, torch.export.Dim):
+            return value.__name__, value.min, value.max
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        return self._tensor(value) if isinstance(value, Tensor) else self._object(value)
+
+    def _function(self, function: FunctionType) -> Hashable:
+        _check_trusted(str(function.__globals__.get("__name__")), TRUSTED)
+        try:
+            held = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        except ValueError:  # a cell is empty
+            raise UnknownKeyError(function) from None
+        return _Itself(function.__code__), *map(self._value, (function.__defaults__, function.__kwdefaults__, held))
+
+    def _tensor(self, tensor: Tensor) -> Hashable:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if id(tensor) not in self._tensors or not plain:
+            raise UnknownKeyError(type(tensor))
+        storage = tensor.untyped_storage()._cdata
+        number = self._storages.setdefault(storage, len(self._storages))
+        layout = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, tensor.device
+        return layout, tensor.requires_grad, number
+
+    def _object(self, value: Any) -> Hashable:
+        """The key of a module, a configuration, or another object that consists of its attributes."""
+        if not hasattr(value, "__dict__"):
+            raise UnknownKeyError(type(value))
+        for kind in type(value).__mro__[:-1]:
+            _check_trusted(kind.__module__, TRUSTED)
+            if vars(kind).get("__slots__"):
+                raise UnknownKeyError(kind)
+            if kind is not nn.Module:
+                self._note(kind.__module__, sys.modules[kind.__module__])
+                self._note(f"{kind.__module__}.{kind.__qualname__}", kind)
+        held = tuple((name, self._value(item)) for name, item in dict(vars(value)).items() if name not in _OTHERS)
+        return held, tuple(map(_content, value._buffers.values())) if isinstance(value, nn.Module) else ()
+
+    def _note(self, name: str, owner: object) -> None:
+        """Note what a class, or a Python module, calls by which names."""
+        if name in self._code:
+            return
+        named = dict(vars(owner))
+        functions = named.values() if isinstance(owner, type) else ()
+        for function in functions:
+            if isinstance(function, FunctionType):
+                _check_trusted(str(function.__globals__.get("__name__")), _LIBRARIES)
+        plain = tuple((key, type(value), value) for key, value in named.items() if isinstance(value, _PLAIN))
+        code = tuple((key, _Itself(value)) for key, value in named.items() if callable(value) or _is_member(value))
+        self._code[name] = plain, code
+
+
+def _settings() -> Hashable:
+    """The settings of PyTorch on which an export depends."""
+    autocast = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return torch.get_default_dtype(), str(torch.get_default_device()), *modes, *autocast
+
+
+def _check_trusted(module: str, packages: frozenset[str]) -> None:
+    if module.partition(".")[0] not in packages:
+        raise UnknownKeyError(module)
+
+
+def _is_member(value: object) -> bool:
+    return isinstance(value, property | staticmethod | classmethod)
+
+
+def _content(buffer: Tensor | None) -> Hashable:
+    """The values of a buffer, of which tracing may compute constants."""
+    if buffer is None or buffer.is_meta or isinstance(buffer, FakeTensor):
+        return None
+    flat = buffer.detach().cpu().contiguous().flatten()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).digest()
+
+
+class _Kept(NamedTuple):
+    """A graph that was made of a module, without the module's tensors.
+
+    Attributes:
+        graph: has tensors without memory in the place of the module's.
+        names: the names of these tensors in the graph, and their names in the module.
+    """
+
+    graph: fx.GraphModule
+    names: dict[str, str]
+
+    @staticmethod
+    def of(made: fx.GraphModule, module: nn.Module) -> _Kept:
+        """``made``, which stays as it is.
+
+        Raises:
+            UnknownKeyError: the graph has a view of one of the module's tensors, which is none of these.
+        """
+        graph, tensors = copy_module(made), _tensors(module)
+        own = {id(tensor): name for name, tensor in tensors.items()}
+        memory = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+        held = {
+            str(node.target): get_attribute(made, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")
+        }
+        if any(id(one) not in own and one.untyped_storage()._cdata in memory for one in held.values()):
+            raise UnknownKeyError(type(module))
+        names = {target: own[id(tensor)] for target, tensor in held.items() if id(tensor) in own}
+        _replace(graph, {target: _without_memory(held[target]) for target in names})
+        return _Kept(graph, names)
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
+        """A copy of the graph with the tensors of a module."""
+        graph = copy_module(self.graph)
+        _replace(graph, {target: tensors[name] for target, name in self.names.items()})
+        return graph
+
+
+def kept(export: _Export) -> _Export:
+    """A function that makes a graph of a module, its first argument, and makes it once for equal arguments.
+
+    The graph is the caller's own, who may change it.
+    """
+    known: OrderedDict[Hashable, _Kept] = OrderedDict()
+    lock = threading.Lock()
+
+    @functools.wraps(export)
+    def cached(module: nn.Module, *rest: Any, **options: Any) -> fx.GraphModule:
+        try:
+            key = key_of(module, *rest, options)
+        except UnknownKeyError:
+            return export(module, *rest, **options)
+        with lock:
+            found = known.get(key)
+        if found is None:
+            made = export(module, *rest, **options)
+            with contextlib.suppress(UnknownKeyError):
+                found = _Kept.of(made, module)
+        else:
+            made = found.with_tensors(_tensors(module))
+        with lock:
+            if found is not None:
+                known[key] = found
+                known.move_to_end(key)
+            while len(known) > MOST:
+                known.popitem(last=False)
+        return made
+
+    return cast(_Export, cached)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by its name, also those that several names share."""
+    named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return {name: tensor for pairs in named for name, tensor in pairs}
+
+
+def _replace(graph: fx.GraphModule, new: Mapping[str, Tensor]) -> None:
+    for target, tensor in new.items():
+        path, _, leaf = target.rpartition(".")
+        setattr(graph.get_submodule(path), leaf, tensor)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
