@@ -372,7 +372,7 @@ def _record_tokens(place: Place, batch: int, count: int, context: int) -> Case:
     return Case("record_tokens", f"batch {batch}, {count} tokens", 3 * 8 * batch * count, make)
 
 
-def _lookup(place: Place, options: BenchConfig, kind: str, op: Op, batch: int, k: int) -> Case:
+def _lookup(place: Place, options: BenchConfig, kind: str, op: Op[..., Any], batch: int, k: int) -> Case:
     """A lookup in the history as the drafter ``kind`` makes it, compared with plain PyTorch, which reads no padding.
 
     As in text, a few positions in 1,000 hold the token that is looked up.

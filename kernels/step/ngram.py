@@ -45,6 +45,7 @@ from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import arrival_counters, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.step.writes import writes
 
 TILE = 1024
 """Tokens that a program reads at a time: 8 for each of its 128 threads, in four loads of 16 bytes."""
@@ -336,6 +337,7 @@ NGRAM_LOOKUP = declare(
         with_cpu(triton_or_reference(ngram_lookup_triton, ngram_lookup_reference, moves_only=True), ngram_lookup_cpu),
     )
 )
+ngram_lookup = NGRAM_LOOKUP.function
 RECORD_TOKENS = declare(
     Op(
         "record_tokens",
@@ -345,3 +347,4 @@ RECORD_TOKENS = declare(
         mutates=("history",),
     )
 )
+record_tokens_ = writes(*RECORD_TOKENS.mutates, final=False)(RECORD_TOKENS.function)

@@ -293,3 +293,4 @@ SUFFIX_LOOKUP = declare(
         ),
     )
 )
+suffix_lookup = SUFFIX_LOOKUP.function
