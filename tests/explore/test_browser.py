@@ -96,20 +96,21 @@ def test_the_panel_says_what_a_node_does_and_what_each_item_of_a_tuple_is(page: 
     node = next(node for node in made.decoder.stages["index_rows"].graph.nodes if node.name == "settled")
     takers = {user.args[1]: user.name for user in node.users}
     expected = [f"{shape} {takers.get(index, 'not read')}" for index, shape in enumerate(items_of(node) or ())]
-    assert page.texts("#node .items li") == expected and len(expected) == 9
+    assert page.texts("#node .items li") == expected and len(expected) == 8
     assert "b: sequences of this call; T: rows of a sequence in this call" in page.text("#node dl")
     go(page, "#stage=index_rows&graph=step&node=seeds")
     assert "input" in page.texts("#node dt") and "code" not in page.texts("#node dt")
 
 
 def test_a_node_says_what_was_there_before_and_what_took_its_place(page: Browser, made: Made) -> None:
-    removed = next(stage for stage in made.data["stages"] if stage["name"] == "fuse_step")["changes"]["step"]["removed"]
-    go(page, "#node=settled")
-    assert page.texts("#node .before a") == removed and "emitted" in removed
-    go(page, "#node=emitted")
-    assert page.texts("#node .before a") == ["emitted"]
-    go(page, "#stage=fuse_verify&graph=step&node=emitted")
-    assert "removed by fuse_step, which made emitted anew: settled[0]" in page.texts("#node li")
+    stage = next(stage for stage in made.data["stages"] if stage["name"] == "fuse_verify")
+    removed = stage["changes"]["step"]["removed"]
+    go(page, "#node=verification")
+    assert page.texts("#node .before a") == removed and "verified" in removed
+    go(page, "#node=logprobs")
+    assert page.texts("#node .before a") == ["logprobs"]
+    go(page, "#stage=insert_verify&graph=step&node=logprobs")
+    assert "removed by fuse_verify, which made logprobs anew: verification[3]" in page.texts("#node li")
 
 
 def test_a_pass_that_did_nothing_says_why(page: Browser, made: Made) -> None:

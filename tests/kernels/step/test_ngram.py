@@ -17,7 +17,6 @@ Lookup = Callable[[Tensor, Tensor | None, Tensor, int, int, int], Tensor]
 Record = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
 LOOKUPS: dict[str, tuple[str, Lookup]] = {
     "reference": ("cpu", ngram.NGRAM_LOOKUP.form("reference")),
-    "cpu": ("cpu", ngram.NGRAM_LOOKUP.form("cpu")),
     "triton": (DEVICE, ngram.NGRAM_LOOKUP.form("triton")),
     "op": (DEVICE, torch.ops.specgraph.ngram_lookup),
 }

@@ -19,7 +19,6 @@ ONE = 1 << 30
 Lookup = Callable[..., Tensor]
 LOOKUPS: dict[str, tuple[str, Lookup]] = {
     "reference": ("cpu", suffix.SUFFIX_LOOKUP.form("reference")),
-    "cpu": ("cpu", suffix.SUFFIX_LOOKUP.form("cpu")),
     "triton": (DEVICE, suffix.SUFFIX_LOOKUP.form("triton")),
     "op": (DEVICE, torch.ops.specgraph.suffix_lookup),
 }
