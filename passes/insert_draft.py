@@ -2,7 +2,7 @@
 
 The drafter writes its own nodes. They read the tokens that verification gave, which ``insert_verify`` computes; until
 then these are the input ``verified_tokens`` (``[B, T]``, padded with -1). What drafters ask of them, such as the tokens
-and positions of their rows, comes from one call of :func:`~specgraph.kernels.step.settle`.
+and positions of their rows, comes from one call of :func:`~specgraph.kernels.step.finalize_step`.
 """
 
 from __future__ import annotations

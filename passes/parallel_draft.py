@@ -108,9 +108,9 @@ class ParallelDraft(Pass):
         set_argument(draw, "logits", first)
         draw.name = "proposals"
         program.set_output(program.one("logits"), draw)
-        (settled,) = calls(program.graph, step.settle)
+        (update,) = calls(program.graph, step.finalize_step)
         for node in reversed(program.graph.nodes):
             chained = node.meta.get("role") in ("draft", "drafts") or node.target is operator.getitem
             if chained and not node.users and node is not draw:
                 program.graph.erase_node(node)
-        settled.kwargs = {name: value for name, value in settled.kwargs.items() if name != "chain"}
+        update.kwargs = {name: value for name, value in update.kwargs.items() if name != "chain"}

@@ -28,7 +28,7 @@ from specgraph.ir.state import State, allocate
 from specgraph.kernels import step
 from specgraph.kernels.attention import attention
 from specgraph.kernels.state import Buffer
-from specgraph.kernels.step.after_verify import Settled
+from specgraph.kernels.step.finalize import StepUpdate
 from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.memory.pages import PagePool
@@ -419,11 +419,11 @@ def _replace(program: Program, right: Callable[..., Any], wrong: Callable[..., A
 
 
 def _changed_result(name: str, wrong: Callable[..., Any], *inputs: str) -> Callable[[Program], int]:
-    """Another value of a result of ``settle``, computed from it and from inputs of the step."""
+    """Another value of a result of ``finalize_step``, computed from it and from inputs of the step."""
 
     def plant(program: Program) -> int:
-        (settled,) = calls(program.graph, step.settle)
-        found = [user for user in settled.users if user.args[1] == Settled._fields.index(name)]
+        (update,) = calls(program.graph, step.finalize_step)
+        found = [user for user in update.users if user.args[1] == StepUpdate._fields.index(name)]
         for node in found:
             with program.graph.inserting_after(node):
                 changed = program.graph.call_function(wrong, (node, *map(program.input, inputs)))

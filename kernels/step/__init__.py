@@ -7,8 +7,8 @@ from specgraph.kernels.attention.packing import (
     take_packed_rows,
     unpack_rows,
 )
-from specgraph.kernels.step.after_verify import settle
 from specgraph.kernels.step.drafting import in_draft_vocabulary, in_target_vocabulary, last_accepted, last_position
+from specgraph.kernels.step.finalize import finalize_step
 from specgraph.kernels.step.index import gather_state, scatter_state_, select_state
 from specgraph.kernels.step.lookup import any_found, prefer_found, record_accepted_
 from specgraph.kernels.step.ngram import ngram_lookup, record_tokens_
@@ -41,6 +41,7 @@ __all__ = [
     "draft_tokens",
     "drawn_ids",
     "expand_draft_inputs",
+    "finalize_step",
     "for_host",
     "gather_state",
     "in_draft_vocabulary",
@@ -67,7 +68,6 @@ __all__ = [
     "rows_before_last",
     "scatter_state_",
     "select_state",
-    "settle",
     "suffix_lookup",
     "take_packed_rows",
     "take_rows",

@@ -19,7 +19,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
 from specgraph.kernels.state import CONFIDENCE, ROW_INDEX, ROWS, Buffer, Input, per_call
-from specgraph.kernels.step.after_verify import Settled
+from specgraph.kernels.step.finalize import StepUpdate
 
 SAMPLING = {
     "temperature": Buffer(("B",), torch.float32),
@@ -42,7 +42,7 @@ class DraftStep:
     Nodes, for ``B`` sequences and ``T`` rows of the window: ``emitted`` ``[B, T]``, the tokens that verification
     emitted, padded with -1; ``num_emitted`` ``[B]``; ``window`` ``[B, T]``, its first column the last token that was
     known before; ``start`` ``[B]``, the position of that one. What a drafter asks of the emitted tokens comes from one
-    call, ``settled``, which is one launch.
+    call, ``update``, which is one launch.
 
     Attributes:
         program: what the nodes are appended to.
@@ -61,15 +61,15 @@ class DraftStep:
         return self.program.input("start")
 
     @property
-    def settled(self) -> fx.Node:
-        """The call of :func:`~specgraph.kernels.step.settle`; the first one to ask for it appends it."""
+    def update(self) -> fx.Node:
+        """The call of :func:`~specgraph.kernels.step.finalize_step`; the first one to ask for it appends it."""
         program = self.program
-        for node in calls(program.graph, step.settle):
+        for node in calls(program.graph, step.finalize_step):
             return node
         tokens = program.placeholder(VERIFIED, per_call("B", "T", fill=-1))
         num_forced = program.placeholder("num_forced", Buffer(("B",)))
         eos_ids = program.placeholder("eos_ids", Buffer(("B", "E"), fill=-1))
-        return self.call(step.settle, tokens, self.window, self.start, num_forced, eos_ids, name="settled")
+        return self.call(step.finalize_step, tokens, self.window, self.start, num_forced, eos_ids, name="update")
 
     @property
     def emitted(self) -> fx.Node:
@@ -90,13 +90,13 @@ class DraftStep:
         return self._result("length")
 
     def _result(self, field: str, name: str | None = None, role: str | None = None) -> fx.Node:
-        """A result of ``settled`` as a node, which is made when it is first asked for."""
-        settled, index = self.settled, Settled._fields.index(field)
-        for user in settled.users:
+        """A result of ``update`` as a node, which is made when it is first asked for."""
+        update, index = self.update, StepUpdate._fields.index(field)
+        for user in update.users:
             if user.target is operator.getitem and user.args[1] == index:
                 return user
-        with self.program.graph.inserting_after(settled):
-            return self.program.call(operator.getitem, settled, index, name=name or field, role=role)
+        with self.program.graph.inserting_after(update):
+            return self.program.call(operator.getitem, update, index, name=name or field, role=role)
 
     @property
     def rows(self) -> fx.Node:
@@ -165,17 +165,17 @@ class DraftStep:
 
     def _shape_rows(self, **options: Any) -> None:
         """Say which rows the drafter runs. One drafter decides that."""
-        given = {name: self.settled.kwargs.get(name, value) for name, value in options.items()}
+        given = {name: self.update.kwargs.get(name, value) for name, value in options.items()}
         if given != options:
             raise PassError(f"The rows of a drafter are asked for with {given} and with {options}; ask for one kind.")
-        self.settled.kwargs = {**self.settled.kwargs, **options}
+        self.update.kwargs = {**self.update.kwargs, **options}
 
     def position(self, offset: int, name: str) -> fx.Node:
         """Append the position ``[B, 1]`` that is ``offset`` after the last accepted token."""
         if offset < 0:
             return self.call(operator.add, self.position(0, f"{name}_last"), offset, name=name)
-        chain = max(offset + 1, arguments(self.settled)["chain"])
-        self.settled.kwargs = {**self.settled.kwargs, "chain": chain}
+        chain = max(offset + 1, arguments(self.update)["chain"])
+        self.update.kwargs = {**self.update.kwargs, "chain": chain}
         return self.call(operator.getitem, self._result("chain"), offset, name=name)
 
     def state(self, name: str, buffer: Input) -> fx.Node:

@@ -39,7 +39,7 @@ SUFFIX = "_packed"
 """What the name of a module that runs packed rows has more than that of the one that runs a grid."""
 ROOM = "room"
 """The input ``[R]`` that says how many packed rows there is room for."""
-COUNTING = (step.settle, step.expand_draft_inputs, step.rerun)
+COUNTING = (step.finalize_step, step.expand_draft_inputs, step.rerun)
 """Functions that say how many rows of a grid are real: those that a step has accepted, which are no more than the real
 rows of the window, and as many further ones as the grid has further columns."""
 BY_ROW = ("specgraph.kernels.linear", "specgraph.kernels.attention")

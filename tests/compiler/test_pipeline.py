@@ -374,7 +374,7 @@ def test_the_whole_step_with_a_draft_model_reads_as_a_page():
             seeds, next_positions, top_k, top_p, min_p, num_rows, num_forced, None, rule="strict",
             posterior_threshold=0.09, posterior_alpha=0.3, acceptance_rate=0.7, logprobs="none")
         emitted, num_emitted, drafter_tokens, accepted_positions, accepted_rows, _, length, chain =
-            settle(verified_tokens, window, start, num_forced, eos_ids, shifted=False, vocab_size=101, chain=3)
+            finalize_step(verified_tokens, window, start, num_forced, eos_ids, shifted=False, vocab_size=101, chain=3)
         draft_0 = self.draft({state}, tokens=drafter_tokens, positions=accepted_positions, num_rows=accepted_rows,
             row=num_emitted)
         token_1 = propose_(None, draft_0, length, num_emitted, {knobs}, row=0, {rule})

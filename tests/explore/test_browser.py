@@ -91,9 +91,9 @@ def test_the_page_says_which_pass_introduced_each_node(page: Browser, made: Made
 
 
 def test_the_panel_says_what_a_node_does_and_what_each_item_of_a_tuple_is(page: Browser, made: Made) -> None:
-    go(page, "#stage=index_rows&graph=step&node=settled")
+    go(page, "#stage=index_rows&graph=step&node=update")
     assert "Cut the verified tokens [B, T] behind an EOS" in page.text("#node dl")
-    node = next(node for node in made.decoder.stages["index_rows"].graph.nodes if node.name == "settled")
+    node = next(node for node in made.decoder.stages["index_rows"].graph.nodes if node.name == "update")
     takers = {user.args[1]: user.name for user in node.users}
     expected = [f"{shape} {takers.get(index, 'not read')}" for index, shape in enumerate(items_of(node) or ())]
     assert page.texts("#node .items li") == expected and len(expected) == 8
@@ -134,7 +134,7 @@ def test_nodes_whose_value_alone_has_another_size_count_as_the_same(page: Browse
 
 
 def test_no_explanation_stays_when_the_page_goes_elsewhere(page: Browser) -> None:
-    go(page, "#stage=index_rows&graph=step&node=settled")
+    go(page, "#stage=index_rows&graph=step&node=update")
     page.point("#node ul.names a")
     page.wait("!document.querySelector('#tip').hidden")
     go(page, "#node=verification")
@@ -174,7 +174,7 @@ def test_another_search_begins_with_what_was_typed_last(page: Browser) -> None:
     assert look_for(page, "num_rows") == "num_rows"
     assert "Nodes that call it, read it or were made by it" in page.text("#found") or page.texts("#found .heading")
     page.run("document.querySelector('#search').blur()")
-    assert look_for(page, "settled") == "settled"  # typing replaces the text, which is selected
+    assert look_for(page, "update") == "update"  # typing replaces the text, which is selected
 
 
 def test_a_pass_is_found_by_typing(page: Browser) -> None:

@@ -40,7 +40,7 @@ def test_none_adds_nothing():
 def test_history_drafters_record_what_was_emitted_and_are_called_once():
     program = drafted("ngram")
     assert text(body(program)) == text(BEFORE + f"""
-        _, _, drafter_tokens, accepted_positions, accepted_rows, _, length, _ = settle({VERIFIED})
+        _, _, drafter_tokens, accepted_positions, accepted_rows, _, length, _ = finalize_step({VERIFIED})
         step_record_tokens_(history, rows, drafter_tokens, accepted_positions, accepted_rows)
         proposals = ngram_lookup(history, rows, length, num_speculative_tokens=2, max_ngram=3, min_ngram=1)
         return logits, proposals
@@ -57,7 +57,7 @@ def test_a_draft_model_catches_up_and_is_called_once_per_further_draft(rule: str
     end = f'rule="{rule}", target_vocab_size=101' + ("" if kept == "None" else ", rows=rows")
     assert text(body(program)) == text(BEFORE + f"""
         _, num_emitted, drafter_tokens, accepted_positions, accepted_rows, _, length, chain =
-            settle({VERIFIED}, chain=2)
+            finalize_step({VERIFIED}, chain=2)
         draft_0 = self.draft({STATE}, tokens=drafter_tokens, positions=accepted_positions, num_rows=accepted_rows,
             row=num_emitted)
         token_1 = propose_({kept}, draft_0, {draw}, row=0, {end})

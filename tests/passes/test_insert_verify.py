@@ -47,7 +47,7 @@ def test_the_pieces_stand_between_the_logits_and_the_draft():
         logprobs = token_logprobs(logits, processed, verified_tokens, num_forced, logprobs="none")
         bad = bad_rows(logits, window, num_rows, num_forced)
         emitted, num_emitted, drafter_tokens, accepted_positions, accepted_rows, _, length, _ =
-            settle(verified_tokens, window, start, num_forced, eos_ids, shifted=False, vocab_size=101)
+            finalize_step(verified_tokens, window, start, num_forced, eos_ids, shifted=False, vocab_size=101)
         step_record_tokens_(history, rows, drafter_tokens, accepted_positions, accepted_rows)
         proposals = ngram_lookup(history, rows, length, num_speculative_tokens=2, max_ngram=3, min_ngram=1)
         advance_(next_window, start, num_rows, num_forced, emitted, num_emitted, [proposals], max_length, eos_ids)

@@ -50,7 +50,7 @@ def test_a_step_of_fewer_drafts_has_neither_the_calls_nor_the_draws_of_the_other
                                                        "token_3"))]  # fmt: skip
     expected = [line for line in whole if line not in gone]
     expected = [line.replace("[token_1, token_2, token_3]", "[token_1]") for line in expected]
-    expected = [line.replace("length, chain = settle(", "length, _ = settle(") for line in expected]
+    expected = [line.replace("length, chain = finalize_step(", "length, _ = finalize_step(") for line in expected]
     assert len(gone) == 6
     assert body(made) == [line.replace("num_forced, 4)", "num_forced, 2)") for line in expected]
 

@@ -30,7 +30,7 @@ def _layout() -> dict[str, Case]:
     emitted = _ids([3, EOS, 4], [EOS, 5, EOS], [-1, -1, -1])
     many_eos = torch.cat([torch.arange(20, 50), _ids(EOS, -1)]).repeat(3, 1)  # torch.isin would sort them
     mask = {"mask_token_id": 5, "count": 2}
-    settled = (emitted, tokens, _ids(5, 0, 2), _ids(0, 1, 0), many_eos)
+    verified = (emitted, tokens, _ids(5, 0, 2), _ids(0, 1, 0), many_eos)
     return {
         "row_positions": (step.row_positions, (_ids(5, 0, 2), tokens), {}),
         "positions_and_next": (step.positions_and_next, (_ids(5, 0, 2), tokens), {}),
@@ -54,8 +54,8 @@ def _layout() -> dict[str, Case]:
             step.keep_rows_,
             (tokens[:, :1].clone(), hidden[:, :1].clone(), _ids(0, 1, 1), tokens, hidden, _ids(2, 1, 0)), {},
         ),
-        "settle": (step.settle, settled, {"vocab_size": 6, "chain": 2}),
-        "settle, not shifted": (step.settle, settled, {"vocab_size": 6, "shifted": False}),
+        "finalize_step": (step.finalize_step, verified, {"vocab_size": 6, "chain": 2}),
+        "finalize_step, not shifted": (step.finalize_step, verified, {"vocab_size": 6, "shifted": False}),
         "record_tokens_": (step.record_tokens_, (torch.full((3, 5), 50), None, tokens, positions, counts), {}),
         "record_tokens_, rows": (
             step.record_tokens_, (torch.full((4, 5), 50), _ids(3, -1, 0), tokens, positions, counts), {}

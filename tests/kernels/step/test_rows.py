@@ -1,4 +1,4 @@
-"""Ops on rows: the Triton forms against plain PyTorch, and ``settle`` on cases worked out by hand."""
+"""Ops on rows: the Triton forms against plain PyTorch, and ``finalize_step`` on cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_mask_rows(dtype: torch.dtype, width: int, count: int):
 
 
 @pytest.mark.parametrize("form", [REFERENCE, TRITON])
-def test_settling_shifted_rows(form: dict[str, Any]):
+def test_finalizing_shifted_rows(form: dict[str, Any]):
     """An EOS is met, one is the prompt's, no EOS ends the sequence, and nothing is emitted."""
     tokens = ids([3, EOS, 4, EOS], [EOS, 5, EOS, NONE], [1, 2, 9, NONE], [NONE] * 4)
     args = (tokens, tokens, ids(10, 0, 3, 6), ids(0, 1, 0, 0), ids([EOS, NONE], [EOS, NONE], [NONE, NONE], [EOS, 8]))
@@ -82,22 +82,22 @@ def test_settling_shifted_rows(form: dict[str, Any]):
         ids([10, 11, 12, 13], [0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]),
         ids(2, 3, 3, 0), ids(1, 2, 2, -1), ids(13, 4, 7, 7), [ids([12], [3], [6], [6]), ids([13], [4], [7], [7])],
     )  # fmt: skip
-    same(form["settle"](*there(args), shifted=True, vocab_size=9, chain=2), expected)
+    same(form["finalize_step"](*there(args), shifted=True, vocab_size=9, chain=2), expected)
 
 
 @pytest.mark.parametrize("form", [REFERENCE, TRITON])
-def test_settling_rows_that_begin_with_the_windows_first_token(form: dict[str, Any]):
+def test_finalizing_rows_that_begin_with_the_windows_first_token(form: dict[str, Any]):
     tokens, window = ids([5, 9, NONE], [NONE] * 3), ids([4, 5, 6], [8, 0, 0])
     args = (tokens, window, ids(10, 6), ids(0, 0), ids([EOS], [EOS]))
     expected = (
         tokens, ids(2, 0), ids([4, 5, 8, 0], [8, 0, 0, 0]), ids([10, 11, 12, 13], [6, 7, 8, 9]), ids(3, 0), ids(1, -1),
         ids(13, 7), [],
     )  # fmt: skip
-    same(form["settle"](*there(args), shifted=False, vocab_size=9), expected)
+    same(form["finalize_step"](*there(args), shifted=False, vocab_size=9), expected)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_settling_in_triton_is_what_the_definition_says(seed: int):
+def test_finalizing_in_triton_is_what_the_definition_says(seed: int):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -108,15 +108,18 @@ def test_settling_in_triton_is_what_the_definition_says(seed: int):
     tokens = tokens.where(torch.arange(width) < draw(0, width + 1, batch, 1), NONE)
     args = (tokens, window, start, draw(0, 3, batch), draw(NONE, EOS + 1, batch, 1 + seed % 3))
     options = {"shifted": bool(seed % 2), "vocab_size": 6, "chain": seed % 4}
-    same(TRITON["settle"](*there(args), **options), REFERENCE["settle"](*args, **options))
+    same(TRITON["finalize_step"](*there(args), **options), REFERENCE["finalize_step"](*args, **options))
 
 
-def test_settling_a_wide_block_and_an_empty_one():
+def test_finalizing_a_wide_block_and_an_empty_one():
     tokens = torch.arange(600).view(2, 300) % 11
     args, options = (tokens, tokens, ids(0, 9), ids(300, 299), ids([EOS], [NONE])), {"shifted": False, "vocab_size": 11}
     empty = (tokens[:0], tokens[:0], ids(), ids(), ids([EOS])[:0])
     for case in (args, empty):
-        same(TRITON["settle"](*there(case), **options, chain=2), REFERENCE["settle"](*case, **options, chain=2))
+        same(
+            TRITON["finalize_step"](*there(case), **options, chain=2),
+            REFERENCE["finalize_step"](*case, **options, chain=2),
+        )
 
 
 def test_rows_that_need_no_selection_are_the_block_itself():
@@ -129,15 +132,15 @@ def test_rows_that_need_no_selection_are_the_block_itself():
 def test_the_ops_are_registered_as_they_behave():
     ops, checks = torch.ops.specgraph, ("test_schema", "test_faketensor")
     hidden, tokens = torch.randn(2, 3, 4), ids([1, 2, 3], [4, 5, NONE])
-    settled = (tokens, tokens, ids(4, 0), ids(0, 1), ids([EOS], [NONE]))
+    verified = (tokens, tokens, ids(4, 0), ids(0, 1), ids([EOS], [NONE]))
     cases: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (ops.consecutive_positions, (ids(3, 4), 5, 2), {}),
         (ops.consecutive_rows, (hidden, ids(0, 2), 2, True), {}),
         (ops.consecutive_rows, (hidden, ids(0, 2), 4, False), {}),
         (ops.expand_draft_inputs, (tokens, ids(3, 0), hidden, torch.ones(4)), {"mask_token_id": 1, "count": 2}),
         (ops.expand_draft_inputs, (tokens, ids(3, 0), None, None), {"mask_token_id": 1, "count": 2}),
-        (ops.settle, settled, {"shifted": True, "vocab_size": 4, "chain": 2}),
-        (ops.settle, settled, {"shifted": False, "vocab_size": 4, "chain": 0}),
+        (ops.finalize_step, verified, {"shifted": True, "vocab_size": 4, "chain": 2}),
+        (ops.finalize_step, verified, {"shifted": False, "vocab_size": 4, "chain": 0}),
     ]
     for op, args, options in cases:
         torch.library.opcheck(op, there(args), options, test_utils=checks)
@@ -151,7 +154,7 @@ def test_what_does_not_fit_is_refused():
         ops.consecutive_rows(meta, meta[:1, 0, 0].long(), 2, False)
     with pytest.raises(ValueError, match="start must have one row per sequence, 2, not 1"):
         tokens = meta[..., 0].long()
-        ops.settle(tokens, tokens, tokens[:1, 0], tokens[:, 0], tokens)
+        ops.finalize_step(tokens, tokens, tokens[:1, 0], tokens[:, 0], tokens)
     with pytest.raises(ValueError, match=r"hidden must be \[B, T, H\], mask_hidden \[H\]"):
         ops.expand_draft_inputs(
             meta[..., 0].long(), meta[:, 0, 0].long(), meta, meta[0, 0, :2], mask_token_id=1, count=1

@@ -1,4 +1,4 @@
-"""``specgraph::settle``: everything that follows from the verified tokens, for the next step and for the drafter.
+"""``specgraph::finalize_step``: all that follows from the verified tokens, for the next step and for the drafter.
 
 As separate ATen operations these results would take about 20 launches. A program computes one sequence, so sequences do
 not influence each other.
@@ -26,10 +26,10 @@ from specgraph.kernels.step.tokens import cut_at_eos, cut_row
 
 
 @dataclass(slots=True)
-class Settle:
+class FinalizeStep:
     """Cut the verified ``tokens`` ``[B, T]`` behind an EOS, count them, and give what drafter and next step take.
 
-    :class:`Settled` has the results.
+    :class:`StepUpdate` has the results.
 
     Attributes:
         tokens: padded with -1.
@@ -53,8 +53,8 @@ class Settle:
     chain: int = 0
 
 
-class Settled(NamedTuple):
-    """What :class:`Settle` gives.
+class StepUpdate(NamedTuple):
+    """What :class:`FinalizeStep` gives.
 
     Attributes:
         emitted: the emitted tokens ``[B, T]``: everything after the first unforced EOS is -1.
@@ -77,8 +77,8 @@ class Settled(NamedTuple):
     chain: list[Tensor]
 
 
-def settle_reference(given: Settle) -> Settled:
-    """:class:`Settle` in plain PyTorch."""
+def finalize_reference(given: FinalizeStep) -> StepUpdate:
+    """:class:`FinalizeStep` in plain PyTorch."""
     start, shifted = given.start, given.shifted
     emitted = cut_at_eos(given.tokens, given.num_forced, given.eos_ids)
     count = (emitted >= 0).sum(1)
@@ -86,11 +86,11 @@ def settle_reference(given: Settle) -> Settled:
     places = positions_of(start, rows.shape[1], 1)[0]
     real = count.clone() if shifted else torch.where(count > 0, count + 1, 0)
     ahead = positions_of(start + count, 1, given.chain)
-    return Settled(emitted, count, rows, places, real, count - 1, start + count + 1, ahead)
+    return StepUpdate(emitted, count, rows, places, real, count - 1, start + count + 1, ahead)
 
 
-def settle_cpu(given: Settle) -> Settled:
-    """:class:`Settle` of few rows, in Python."""
+def finalize_cpu(given: FinalizeStep) -> StepUpdate:
+    """:class:`FinalizeStep` of few rows, in Python."""
     starts = given.start.tolist()
     each = zip(given.tokens.tolist(), given.num_forced.tolist(), given.eos_ids.tolist(), strict=True)
     emitted = [cut_tokens(row, forced, ends) for row, forced, ends in each]
@@ -99,7 +99,7 @@ def settle_cpu(given: Settle) -> Settled:
     counts = [sum(token >= 0 for token in row) for row in emitted]
     make = given.tokens.new_tensor
     after = [start + count for start, count in zip(starts, counts, strict=True)]
-    return Settled(
+    return StepUpdate(
         emitted=make(emitted),
         num_emitted=make(counts),
         rows=make(rows),
@@ -116,7 +116,7 @@ def _clamped(tokens: list[int], vocab_size: int) -> list[int]:
 
 
 @triton.jit
-def _settle_kernel(
+def _finalize_kernel(
     emitted, num_emitted, rows, positions, num_rows, last, accepted, ahead,
     tokens, window, start, num_forced, eos_ids, width, window_width, vocab,
     NUM_EOS: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, PDL: tl.constexpr,
@@ -152,25 +152,25 @@ def _settle_kernel(
         tl.store(ahead[index] + b, begin + count + index)
 
 
-def settle_triton(given: Settle) -> Settled:
-    """:class:`Settle` in one kernel."""
+def finalize_triton(given: FinalizeStep) -> StepUpdate:
+    """:class:`FinalizeStep` in one kernel."""
     tokens, window, eos_ids = given.tokens, given.window, given.eos_ids
     batch, width = tokens.shape
     if tokens.numel() == 0:
-        return settle_reference(given)
-    settled = _settle_fake(given)
-    *outputs, ahead = settled
+        return finalize_reference(given)
+    update = _finalize_fake(given)
+    *outputs, ahead = update
     read = (tensor.contiguous() for tensor in (tokens, window, given.start, given.num_forced, eos_ids))
     pdl = supports_pdl(tokens.device)
-    _settle_kernel[(batch,)](
+    _finalize_kernel[(batch,)](
         *outputs, tuple(ahead), *read, width, window.shape[1], given.vocab_size,
         NUM_EOS=eos_ids.shape[1], SHIFTED=given.shifted, BLOCK=triton.next_power_of_2(width + 1), CHAIN=given.chain,
         PDL=pdl, num_warps=1 if width < 256 else 4, **launch_options(pdl),
     )  # fmt: skip
-    return settled
+    return update
 
 
-def _settle_fake(given: Settle) -> Settled:
+def _finalize_fake(given: FinalizeStep) -> StepUpdate:
     tokens, eos_ids = given.tokens, given.eos_ids
     require(tokens.dim() == 2 and eos_ids.dim() == 2, lambda: "tokens must be [B, T], eos_ids [B, E]")
     batch, width = tokens.shape
@@ -184,19 +184,19 @@ def _settle_fake(given: Settle) -> Settled:
     wide = (batch, width if given.shifted else width + 1)
     shapes = ((batch, width), (batch,), wide, wide, (batch,), (batch,), (batch,))
     ahead = [tokens.new_empty(batch, 1) for _ in range(given.chain)]
-    return Settled(*(tokens.new_empty(shape) for shape in shapes), ahead)  # type: ignore[call-arg, arg-type]
+    return StepUpdate(*(tokens.new_empty(shape) for shape in shapes), ahead)  # type: ignore[call-arg, arg-type]
 
 
-SETTLE = declare(
+FINALIZE_STEP = declare(
     Op(
-        "settle",
-        Settle,
-        _settle_fake,
+        "finalize_step",
+        FinalizeStep,
+        _finalize_fake,
         with_cpu(
-            triton_or_reference(settle_triton, settle_reference, moves_only=True),
-            settle_cpu,
+            triton_or_reference(finalize_triton, finalize_reference, moves_only=True),
+            finalize_cpu,
             covers=lambda given: is_small(given.tokens),
         ),
     )
 )
-settle = SETTLE.function
+finalize_step = FINALIZE_STEP.function
