@@ -11,6 +11,7 @@ implementation takes one object of that class, so that no other signature repeat
 
     forms = triton_or_reference(row_mean_triton, row_mean_reference)
     ROW_MEAN = declare(Op("row_mean", RowMean, _row_mean_fake, forms))
+    row_mean = ROW_MEAN.function  # what graphs call, typed as RowMean is made
 
 The class is not frozen, because an object of it is built at every call and freezing triples what that costs. What the
 op returns is read from the annotation of ``fake``. :data:`OPS` answers what ops there are; a file declares its ops when
@@ -21,13 +22,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
 NAMESPACE = "specgraph"
 DEVICES = ("cpu", "cuda")
 """The device types that every op has a variant for."""
@@ -71,7 +75,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Op:
+class Op(Generic[P, R]):
     """An op of the namespace ``specgraph``.
 
     Attributes:
@@ -83,13 +87,13 @@ class Op:
     """
 
     name: str
-    arguments: type[Any]
-    fake: Callable[[Any], Any]
+    arguments: Callable[P, Any]
+    fake: Callable[[Any], R]
     variants: tuple[Variant, ...]
     mutates: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        unknown = set(self.mutates) - {field.name for field in dataclasses.fields(self.arguments)}
+        unknown = set(self.mutates) - {field.name for field in self.fields}
         if unknown:
             raise ValueError(f"{self.name} writes {', '.join(sorted(unknown))}, which is no argument of it.")
         for device in DEVICES:
@@ -97,11 +101,34 @@ class Op:
             if not candidates or candidates[-1].covers is not None:
                 raise ValueError(f"{self.name} needs a last variant for {device} that covers all arguments.")
 
+    @property
+    def fields(self) -> tuple[dataclasses.Field[Any], ...]:
+        """The arguments, in order."""
+        return dataclasses.fields(cast(Any, self.arguments))
+
+    @functools.cached_property
+    def function(self) -> Callable[P, R]:
+        """The op as a function that step graphs call: typed, and documented by the text of its arguments.
+
+        If the op writes arguments, the name of the function ends in an underscore.
+        """
+
+        name = self.name
+
+        def call(*args: P.args, **keywords: P.kwargs) -> R:
+            result: R = getattr(torch.ops.specgraph, name)(*args, **keywords)
+            return result
+
+        call.__name__ = call.__qualname__ = f"{name}_" if self.mutates else name
+        call.__module__, call.__doc__ = self.arguments.__module__, inspect.getdoc(self.arguments)
+        call.__signature__ = inspect.signature(self.arguments)  # type: ignore[attr-defined]
+        return call
+
     @functools.cached_property
     def schema(self) -> str:
         """What ``torch.library.define`` takes, without the name."""
         types, parts = get_type_hints(self.arguments), []
-        for field in dataclasses.fields(self.arguments):
+        for field in self.fields:
             if field.kw_only and "*" not in parts:
                 parts.append("*")
             parts.append(self._parameter(field, types[field.name]))
@@ -152,18 +179,18 @@ class Op:
         return lambda *args, **keywords: run(arguments(*args, **keywords), **tuning)
 
 
-OPS: dict[str, Op] = {}
+OPS: dict[str, Op[..., Any]] = {}
 """Every op that has been declared, by name."""
 
 
-def find(target: object) -> Op | None:
+def find(target: object) -> Op[..., Any] | None:
     """The declaration of an op as graphs call it, ``torch.ops.specgraph.name.default``; None for everything else."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
         return None
     return OPS.get(target._opname)
 
 
-def declare(op: Op) -> Op:
+def declare(op: Op[P, R]) -> Op[P, R]:
     """Make ``op`` a ``torch.library`` op, and known to :data:`OPS`.
 
     Raises:
@@ -207,7 +234,7 @@ def with_cpu(
     return triton, Variant("cpu", run, reference.batch_invariant, covers), reference
 
 
-def _dispatcher(op: Op, device: str) -> Callable[..., Any]:
+def _dispatcher(op: Op[..., Any], device: str) -> Callable[..., Any]:
     """What PyTorch calls on a device type: the first variant that covers what is given."""
     candidates, arguments = op.on(device), op.arguments
     first = candidates[0]
@@ -223,7 +250,7 @@ def _dispatcher(op: Op, device: str) -> Callable[..., Any]:
     return run
 
 
-def _bound(run: Callable[[Any], Any], arguments: type[Any]) -> Callable[..., Any]:
+def _bound(run: Callable[[Any], Any], arguments: Callable[..., Any]) -> Callable[..., Any]:
     """PyTorch leaves out trailing arguments that have their default, which the class fills in again."""
     return lambda *args, **keywords: run(arguments(*args, **keywords))
 

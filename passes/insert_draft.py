@@ -1,8 +1,8 @@
 """Adds the drafter to the step graph: from the tokens that were emitted, it proposes the drafts of the next step.
 
-The drafter writes its own nodes. They read the results of verification, which ``insert_verify`` adds later; until then
-these results are inputs of the graph: ``emitted`` (``[B, T]``, padded with -1), ``num_emitted`` (``[B]``) and, for
-drafters that read it, ``path`` (``[B, T]``, the rows of the window that were accepted, padded with -1).
+The drafter writes its own nodes. They read the tokens that verification gave, which ``insert_verify`` computes; until
+then these are the input ``verified_tokens`` (``[B, T]``, padded with -1). What drafters ask of them, such as the tokens
+and positions of their rows, comes from one call of :func:`~specgraph.kernels.step.finalize_step`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,7 @@ from typing import ClassVar
 
 from specgraph.drafters.step import DraftStep
 from specgraph.ir.program import Program
-from specgraph.kernels.state import Buffer, per_call
 from specgraph.passes.base import Pass, PassResult, check_option_rule
-
-VERIFIED: dict[str, Buffer] = {
-    "emitted": per_call("B", "T", fill=-1),
-    "num_emitted": per_call("B"),
-}
-"""The results of verification, by the role of their node. A drafter that reads the accepted rows adds ``path``."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +31,6 @@ class InsertDraft(Pass):
 
     def apply(self, program: Program) -> PassResult:
         """Append the drafter's nodes after the logits."""
-        for name, buffer in VERIFIED.items():
-            program.placeholder(name, buffer).meta["role"] = name
         calls = program.drafter.build(DraftStep(program, self.rule))
         drafts = program.with_role("drafts")
         for node in drafts:

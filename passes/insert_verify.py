@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from specgraph.drafters.step import PATH, POINT_MASS, SAMPLING
+from specgraph.drafters.step import POINT_MASS, SAMPLING, VERIFIED, DraftStep
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import constant
 from specgraph.ir.program import Program
@@ -60,7 +60,7 @@ class InsertVerify(Pass):
             raise ConfigError("insert_verify: posterior_threshold and posterior_alpha must be 0 or more.")
 
     def apply(self, program: Program) -> PassResult:
-        """Replace the inputs ``emitted``, ``num_emitted`` and, if it is there, ``path`` by nodes that compute them."""
+        """Replace the input ``verified_tokens`` by nodes that compute it."""
         self._check_rule(program)
         logits = program.one("logits")
         self._select_rows(program, logits)
@@ -68,11 +68,9 @@ class InsertVerify(Pass):
         with program.graph.inserting_after(logits):
             anchor = program.graph.call_function(step.draft_tokens, (program.input("window"),))
             anchor.name = "drafts"
-        with program.graph.inserting_after(anchor):
-            end = program.graph.call_function(operator.add, (program.one("positions"), 1))
-            end.name = "next_positions"
-        self._verify(program, logits, anchor, end)
-        self._advance(program, drafts)
+        emitted, num_emitted = self._emitted(program)
+        self._verify(program, logits, anchor)
+        self._advance(program, emitted, num_emitted, drafts)
         return PassResult(1, expected=1)
 
     def _check_rule(self, program: Program) -> None:
@@ -94,37 +92,39 @@ class InsertVerify(Pass):
         needed.name = "needed"
         logits.args = (needed,)
 
-    def _verify(self, program: Program, logits: fx.Node, draft_tokens: fx.Node, positions: fx.Node) -> None:
+    def _verify(self, program: Program, logits: fx.Node, draft_tokens: fx.Node) -> None:
         """The pieces of verification, one node after the other, behind the logits."""
-        state = self._state(program)
-        chain = _Chain(program.graph, positions)
+        state, positions = self._state(program), self._next_positions(program)
+        chain = _Chain(program.graph, draft_tokens)
         rows = (state["num_rows"], state["num_forced"])
         knobs = [state[name] for name in ("temperature", "top_k", "top_p", "min_p")]
         processed = chain.call(process_logits, logits, *knobs, name="processed")
         verified = self._accept(program, chain, processed, draft_tokens, state, positions)
-        tokens = chain.call(operator.getitem, verified, 0, name="verified_tokens")
-        asked = PATH in program.inputs
-        verified_rows = chain.call(operator.getitem, verified, 2, name="verified_rows") if asked else None
+        tokens = chain.call(operator.getitem, verified, 0, name="tokens")
         chain.call(verify.token_logprobs, logits, processed, tokens, state["num_forced"], name="logprobs",
                    role="logprobs", logprobs="none")  # fmt: skip
         chain.call(step.bad_rows, logits, program.input("window"), *rows, name="bad", role="bad")
-        emitted = chain.call(step.cut_at_eos, tokens, state["num_forced"], state["eos_ids"], name="emitted_tokens")
-        count = chain.call(step.count_emitted, emitted, name="num_emitted_tokens")
-        computed = {"emitted": emitted, "num_emitted": count}
-        if asked:
-            computed[PATH] = chain.call(step.cut_rows, verified_rows, emitted, name="path_rows")
-        for name, node in computed.items():
-            program.input(name).replace_all_uses_with(node)
-            program.drop_input(name)
-            node.meta["role"] = name
-            node.name = name
+        program.input(VERIFIED).replace_all_uses_with(tokens)
+        program.drop_input(VERIFIED)
+        tokens.name = VERIFIED
+
+    def _next_positions(self, program: Program) -> fx.Node:
+        """The positions after those of the window's rows, from the launch that gives these."""
+        own, graph = program.one("positions"), program.graph
+        with graph.inserting_before(own):
+            both = graph.call_function(step.positions_and_next, own.args)
+            positions, following = (graph.call_function(operator.getitem, (both, index)) for index in range(2))
+        positions.meta["role"] = own.meta.pop("role")
+        own.replace_all_uses_with(positions)
+        graph.erase_node(own)
+        positions.name, following.name = "positions", "next_positions"
+        return following
 
     def _state(self, program: Program) -> dict[str, fx.Node]:
         """The state that verification reads, as inputs of the step."""
         state = {name: program.placeholder(name, buffer) for name, buffer in SAMPLING.items()}
         for name in ("num_rows", "num_forced"):
             state[name] = program.placeholder(name, Buffer(("B",)))
-        state["eos_ids"] = program.placeholder("eos_ids", Buffer(("B", "E"), fill=-1))
         return state
 
     def _accept(
@@ -168,9 +168,13 @@ class InsertVerify(Pass):
         with program.graph.inserting_before(program.one("positions")):
             return {"target_to_draft": program.call("target_to_draft")}
 
-    def _advance(self, program: Program, drafts: list[fx.Node]) -> None:
+    def _emitted(self, program: Program) -> tuple[fx.Node, fx.Node]:
+        """The emitted tokens and their number, which a drafter has asked for unless it makes no drafts."""
+        step_graph = DraftStep(program, self.rule)
+        return step_graph.emitted, step_graph.num_emitted
+
+    def _advance(self, program: Program, emitted: fx.Node, num_emitted: fx.Node, drafts: list[fx.Node]) -> None:
         """Write the state back and return what the host reads."""
-        emitted, num_emitted = program.one("emitted"), program.one("num_emitted")
         window = Buffer(("B", program.drafter.num_speculative_tokens + 1))
         program.set_output(emitted, num_emitted, program.one("logprobs"), program.one("bad"))
         with program.graph.inserting_before(program.graph.output_node()):

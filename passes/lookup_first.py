@@ -73,9 +73,8 @@ class LookupFirst(Pass):
         history = step.state("history", HISTORY)
         step.call(functions.record_accepted_, history, step.window, step.emitted, step.start, step.num_emitted,
                   step.rows, name="record_accepted_")  # fmt: skip
-        length = step.call(functions.history_length, step.start, step.num_emitted, name="length")
         lookup = LOOKUPS[str(self.first)].requiring(step.program.drafter.num_speculative_tokens, self.match)
-        lookup.look_up(step, history, length, name="found")
+        lookup.look_up(step, history, step.length, name="found")
         (found,) = step.take_drafts()
         return found
 

@@ -108,8 +108,9 @@ class ParallelDraft(Pass):
         set_argument(draw, "logits", first)
         draw.name = "proposals"
         program.set_output(program.one("logits"), draw)
+        (update,) = calls(program.graph, step.finalize_step)
         for node in reversed(program.graph.nodes):
-            chain = node.meta.get("role") in ("draft", "drafts") or node.target is step.chain_positions
-            unpacked = node.target is operator.getitem and node.args[0] in program.with_role("draft")
-            if (chain or unpacked) and not node.users and node is not draw:
+            chained = node.meta.get("role") in ("draft", "drafts") or node.target is operator.getitem
+            if chained and not node.users and node is not draw:
                 program.graph.erase_node(node)
+        update.kwargs = {name: value for name, value in update.kwargs.items() if name != "chain"}

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, fx
 
 from specgraph import SpeculativeDecoder
-from specgraph.drafters.step import SAMPLING
+from specgraph.drafters.step import SAMPLING, VERIFIED
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
 from specgraph.kernels import step
 from specgraph.kernels.attention import attention
 from specgraph.kernels.state import Buffer
+from specgraph.kernels.step.finalize import StepUpdate
 from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.memory.pages import PagePool
@@ -269,12 +270,9 @@ def _call(
     ran = (width, [len(a) - 1 for a in accepted], [m.num_rows for m in moves], [len(m.emitted) for m in moves])
     state["start"].copy_(torch.tensor(ran[1]))
     state["num_rows"].copy_(torch.tensor(ran[2]))
-    state["num_emitted"].copy_(torch.tensor(ran[3]))
-    if "num_forced" in state:  # of recurrent targets
+    if "num_forced" in state:
         state["num_forced"].copy_(torch.tensor([move.num_forced for move in moves]))
-    given = {**state, "emitted": _rectangle([m.emitted for m in moves], width, -1)}
-    if "path" in state:  # of drafters that ask for it
-        given["path"] = _rectangle([list(range(len(m.emitted))) for m in moves], width, -1)
+    given = {**state, VERIFIED: _rectangle([m.emitted for m in moves], width, -1)}
     with torch.no_grad(), slot_spy(state) as seen:
         outputs = module(window=_rectangle([m.window for m in moves], width, 0), **given)
     return outputs, ran, seen
@@ -420,38 +418,57 @@ def _replace(program: Program, right: Callable[..., Any], wrong: Callable[..., A
     return count
 
 
-def _late_noise(draft_logits: Tensor | None, logits: Tensor, start: Tensor, *rest: Any, **options: Any) -> Tensor:
-    return step.propose_(draft_logits, logits, start + 1, *rest, **options)  # type: ignore[return-value]
+def _changed_result(name: str, wrong: Callable[..., Any], *inputs: str) -> Callable[[Program], int]:
+    """Another value of a result of ``finalize_step``, computed from it and from inputs of the step."""
+
+    def plant(program: Program) -> int:
+        (update,) = calls(program.graph, step.finalize_step)
+        found = [user for user in update.users if user.args[1] == StepUpdate._fields.index(name)]
+        for node in found:
+            with program.graph.inserting_after(node):
+                changed = program.graph.call_function(wrong, (node, *map(program.input, inputs)))
+            node.replace_all_uses_with(changed, delete_user_cb=lambda user, own=changed: user is not own)
+        return len(found)
+
+    return plant
+
+
+def _late_noise(draft_logits: Tensor | None, logits: Tensor, length: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return step.propose_(draft_logits, logits, length + 1, *rest, **options)  # type: ignore[return-value]
 
 
 def _raw_logits_kept(
-    draft_logits: Tensor, logits: Tensor, start: Tensor, num_emitted: Tensor, *rest: Any, row: int, **options: Any
+    draft_logits: Tensor, logits: Tensor, length: Tensor, num_emitted: Tensor, *rest: Any, row: int, **options: Any
 ) -> Tensor:
-    token = step.propose_(draft_logits, logits, start, num_emitted, *rest, row=row, **options)
+    token = step.propose_(draft_logits, logits, length, num_emitted, *rest, row=row, **options)
     active = (num_emitted > 0).unsqueeze(1)
     rows = options["rows"]
     draft_logits[rows, row] = torch.where(active, logits[:, 0], draft_logits[rows, row])
     return token  # type: ignore[return-value]
 
 
-def _late_position(start: Tensor, num_emitted: Tensor, offset: int) -> Tensor:
-    return step.chain_positions(start, num_emitted, offset + 1)
+def _late_positions(chain: list[Tensor]) -> list[Tensor]:
+    return [position + 1 for position in chain]
 
 
-def _last_row_skipped(num_emitted: Tensor) -> Tensor:
-    return num_emitted.clone()
+def _last_row_skipped(num_rows: Tensor) -> Tensor:
+    return (num_rows - 1).clamp_min(0)
 
 
-def _rejected_rows_too(num_emitted: Tensor) -> Tensor:
-    return torch.where(num_emitted > 0, 1 << 20, 0)
+def _rejected_rows_too(num_rows: Tensor) -> Tensor:
+    return torch.where(num_rows > 0, 1 << 20, 0)
 
 
-def _inactive_rows_too(num_emitted: Tensor) -> Tensor:
-    return num_emitted + 1
+def _inactive_rows_too(num_rows: Tensor) -> Tensor:
+    return num_rows.clamp_min(1)
 
 
-def _window_instead(window: Tensor, emitted: Tensor, *, vocab_size: int) -> Tensor:
-    return torch.cat([window, emitted[:, -1:]], dim=1).clamp(0, vocab_size - 1)
+def _window_instead(rows: Tensor, window: Tensor) -> Tensor:
+    return torch.cat([window, rows[:, -1:]], dim=1)
+
+
+def _last_of_the_window(last: Tensor) -> Tensor:
+    return _rejected_rows_too(last + 1)
 
 
 def _row_before(values: Tensor, first: Tensor, count: int) -> Tensor:
@@ -463,7 +480,7 @@ def _chain_not_written(program: Program) -> int:
     chained = program.with_role("draft")[1:]
     for node in chained:
         with program.graph.inserting_before(node):
-            none = program.graph.call_function(torch.zeros_like, (program.input("num_emitted"),))
+            none = program.graph.call_function(torch.zeros_like, (program.one("num_emitted"),))
         node.kwargs = {**node.kwargs, "num_rows": none}
     return len(chained)
 
@@ -488,7 +505,7 @@ def _function(function: Callable[..., Any], *names: str) -> Callable[[Program, f
     """A node that calls ``function`` on inputs of the draft call, or of the step."""
 
     def make(program: Program, node: fx.Node) -> fx.Node:
-        inputs = [node.kwargs[name] if name in node.kwargs else program.input(name) for name in names]
+        inputs = [node.kwargs[name] if name in node.kwargs else program.one(name) for name in names]
         return program.graph.call_function(function, tuple(inputs))
 
     return make
@@ -503,13 +520,6 @@ def _target_hidden(program: Program, node: fx.Node) -> fx.Node:
 def _features_swapped(program: Program) -> int:
     (features,) = calls(program.graph, "draft_features")
     features.args = tuple(reversed(features.args))
-    return 1
-
-
-def _window_shifted(program: Program) -> int:
-    """The window's tokens instead of the emitted ones."""
-    (node,) = calls(program.graph, step.next_tokens)
-    node.args = (program.input("window"),)
     return 1
 
 
@@ -548,18 +558,18 @@ def _draft_left_out(tokens: Tensor, num_rows: Tensor, draft: Tensor) -> Tensor:
 
 BUGS: dict[str, Callable[[Program], int]] = {
     "noise off by one position": lambda p: _replace(p, step.propose_, _late_noise),
-    "chained position off by one": lambda p: _replace(p, step.chain_positions, _late_position),
-    "catch-up skips the last row": lambda p: _replace(p, step.catch_up_rows, _last_row_skipped),
+    "chained position off by one": _changed_result("chain", _late_positions),
+    "catch-up skips the last row": _changed_result("num_rows", _last_row_skipped),
     "chained rows not written": _chain_not_written,
-    "rejected rows written": lambda p: _replace(p, step.catch_up_rows, _rejected_rows_too),
-    "inactive rows written": lambda p: _replace(p, step.catch_up_rows, _inactive_rows_too),
-    "window instead of emitted": lambda p: _replace(p, step.draft_inputs, _window_instead),
+    "rejected rows written": _changed_result("num_rows", _rejected_rows_too),
+    "inactive rows written": _changed_result("num_rows", _inactive_rows_too),
+    "window instead of emitted": _changed_result("rows", _window_instead, "window"),
     "proposals from the row before": lambda p: _replace(p, step.take_rows, _row_before),
     "raw logits kept": lambda p: _replace(p, step.propose_, _raw_logits_kept),
-    "the last row of the window": lambda p: _replace(p, step.last_row, _rejected_rows_too),
+    "the last row of the window": _changed_result("last", _last_of_the_window),
     # Shifted drafters, chained
     "features in another order": _features_swapped,
-    "window instead of emitted, shifted": _window_shifted,
+    "window instead of emitted, shifted": _changed_result("rows", lambda rows, window: window.clone(), "window"),
     "target hidden in the chain": _other_inputs(hidden=_target_hidden),
     "catch-up skips the last row, shifted": _other_inputs(1, num_rows=_function(_without_one, "num_rows")),
     "rejected rows written, shifted": _other_inputs(1, num_rows=_function(_rejected_rows_too, "num_emitted")),

@@ -8,68 +8,42 @@ from specgraph.kernels.attention.packing import (
     unpack_rows,
 )
 from specgraph.kernels.step.drafting import in_draft_vocabulary, in_target_vocabulary, last_accepted, last_position
-from specgraph.kernels.step.index import select_state
-from specgraph.kernels.step.lookup import any_found, lookup_suffixes, prefer_found, record_accepted_
+from specgraph.kernels.step.finalize import finalize_step
+from specgraph.kernels.step.index import gather_state, scatter_state_, select_state
+from specgraph.kernels.step.lookup import any_found, prefer_found, record_accepted_
+from specgraph.kernels.step.ngram import ngram_lookup, record_tokens_
+from specgraph.kernels.step.rerun import keep_rows_, next_module_tokens, rerun
+from specgraph.kernels.step.rows import expand_draft_inputs, row_slots
 from specgraph.kernels.step.step import (
-    FINAL_WRITES,
-    WRITES,
-    advance_,
-    along_path,
-    bad_rows,
-    catch_up_rows,
-    chain_positions,
-    count_emitted,
-    cut_at_eos,
-    cut_rows,
-    draft_inputs,
     draft_tokens,
-    expand_draft_inputs,
     for_host,
-    gather_state,
-    history_length,
     keep_confidence_,
     keep_point_mass_,
-    keep_rows_,
-    last_row,
-    lookup_ngrams,
     needed_rows,
-    next_module_tokens,
-    next_tokens,
     positions_and_next,
     propose_,
-    propose_at_,
-    record_tokens_,
-    rerun,
     row_positions,
-    row_slots,
     rows_before_last,
-    scatter_state_,
-    settle,
     take_rows,
     unsettled_rows,
-    writes,
 )
+from specgraph.kernels.step.suffix import suffix_lookup
+from specgraph.kernels.step.tokens import advance_, bad_rows
 from specgraph.kernels.step.tracing import drawn_ids, trace_columns, trace_tokens
+from specgraph.kernels.step.writes import FINAL_WRITES, WRITES, writes
 
 __all__ = [
     "FINAL_WRITES",
     "WRITES",
     "advance_",
-    "along_path",
     "any_found",
     "bad_rows",
-    "catch_up_rows",
-    "chain_positions",
-    "count_emitted",
-    "cut_at_eos",
-    "cut_rows",
-    "draft_inputs",
     "draft_tokens",
     "drawn_ids",
     "expand_draft_inputs",
+    "finalize_step",
     "for_host",
     "gather_state",
-    "history_length",
     "in_draft_vocabulary",
     "in_target_vocabulary",
     "keep_confidence_",
@@ -77,19 +51,15 @@ __all__ = [
     "keep_rows_",
     "last_accepted",
     "last_position",
-    "last_row",
-    "lookup_ngrams",
-    "lookup_suffixes",
     "needed_packed_rows",
     "needed_rows",
     "next_module_tokens",
-    "next_tokens",
+    "ngram_lookup",
     "pack_rows",
     "packed_places",
     "positions_and_next",
     "prefer_found",
     "propose_",
-    "propose_at_",
     "record_accepted_",
     "record_tokens_",
     "rerun",
@@ -98,7 +68,7 @@ __all__ = [
     "rows_before_last",
     "scatter_state_",
     "select_state",
-    "settle",
+    "suffix_lookup",
     "take_packed_rows",
     "take_rows",
     "trace_columns",

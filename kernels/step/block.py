@@ -22,23 +22,9 @@ from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 @dataclass(slots=True)
 class BlockRows:
-    """The tokens and positions of a block, see :func:`block_rows`."""
-
-    emitted: Tensor
-    start: Tensor
-    num_emitted: Tensor
-    _: KW_ONLY
-    mask_token_id: int
-    count: int
-    vocab_size: int
-
-
-def block_rows(
-    emitted: Tensor, start: Tensor, num_emitted: Tensor, *, mask_token_id: int, count: int, vocab_size: int
-) -> tuple[Tensor, Tensor]:
     """The tokens ``[B, count + 1]`` of a block and their positions.
 
-    Args:
+    Attributes:
         emitted: int64 ``[B, T]``, of which the first ``num_emitted`` ``[B]`` were emitted. The last of these is the
             anchor. A sequence that emitted nothing gets some token, and its block is not used.
         start: int64 ``[B]``, the position of the last token that was known before; the anchor's is ``num_emitted``
@@ -48,10 +34,14 @@ def block_rows(
         count: the number of these rows.
         vocab_size: the number of ids that the drafter embeds, into which the anchor is clamped.
     """
-    tokens, positions = torch.ops.specgraph.block_rows(
-        emitted, start, num_emitted, mask_token_id=mask_token_id, count=count, vocab_size=vocab_size
-    )
-    return tokens, positions
+
+    emitted: Tensor
+    start: Tensor
+    num_emitted: Tensor
+    _: KW_ONLY
+    mask_token_id: int
+    count: int
+    vocab_size: int
 
 
 def block_rows_reference(given: BlockRows) -> tuple[Tensor, Tensor]:
@@ -112,3 +102,4 @@ BLOCK_ROWS = declare(
         triton_or_reference(block_rows_triton, block_rows_reference, moves_only=True),
     )
 )
+block_rows = BLOCK_ROWS.function

@@ -31,6 +31,7 @@ from torch import Tensor
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.step.writes import writes
 
 _MOST_AT_ONCE = 1024
 """Elements of a buffer that a program copies at a time."""
@@ -38,7 +39,7 @@ _MOST_AT_ONCE = 1024
 
 @dataclass(slots=True)
 class GatherState:
-    """The rows of several buffers that belong to the sequences of a call.
+    """The rows ``[b, ...]`` of several buffers that belong to the sequences of a call, from one launch.
 
     Attributes:
         rows: int64 ``[b]``, -1 for no sequence.
@@ -305,6 +306,7 @@ GATHER_STATE = declare(
         with_cpu(triton_or_reference(gather_state_triton, gather_state_reference, moves_only=True), gather_state_cpu),
     )
 )
+gather_state = GATHER_STATE.function
 SCATTER_STATE = declare(
     Op(
         "scatter_state",
@@ -317,6 +319,7 @@ SCATTER_STATE = declare(
         mutates=("buffers",),
     )
 )
+scatter_state_ = writes(*SCATTER_STATE.mutates)(SCATTER_STATE.function)
 STORE_DRAFTED = declare(
     Op(
         "store_drafted",
@@ -329,3 +332,4 @@ STORE_DRAFTED = declare(
         mutates=("draft_logits",),
     )
 )
+store_drafted_ = writes(*STORE_DRAFTED.mutates)(STORE_DRAFTED.function)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import specgraph.kernels.step.suffix  # noqa: F401  (declares the op)
-from specgraph.kernels.step.step import catch_up_rows, writes
+from specgraph.kernels.step.ngram import record_tokens_
+from specgraph.kernels.step.step import row_positions
+from specgraph.kernels.step.writes import writes
 
 
 @writes("history", final=False)
@@ -20,24 +21,8 @@ def record_accepted_(
     sequence in ``history``, -1 for none.
     """
     tokens = torch.cat([window[:, :1], emitted], dim=1)
-    (positions,) = torch.ops.specgraph.row_positions(start, tokens.shape[1], 1)
-    torch.ops.specgraph.record_tokens(history, rows, tokens, positions, catch_up_rows(num_emitted))
-
-
-def lookup_suffixes(
-    history: Tensor, rows: Tensor, length: Tensor, *, num_speculative_tokens: int, max_match: int, min_match: int,
-    max_spec_factor: float, max_spec_offset: float, min_token_prob: float,
-) -> Tensor:  # fmt: skip
-    """Drafts ``[b, K]``: the most frequent continuation of the end of each sequence, while it is probable; -1 for none.
-
-    ``history`` ``[N, S]`` holds accepted tokens, ``rows`` ``[b]`` names the row of each sequence in it, and ``length``
-    ``[b]`` is the number of tokens there. :class:`~specgraph.kernels.step.suffix.SuffixLookup` has the definition.
-    """
-    drafts: Tensor = torch.ops.specgraph.suffix_lookup(
-        history, rows, length, num_speculative_tokens, max_match, min_match, max_spec_factor, max_spec_offset,
-        min_token_prob,
-    )  # fmt: skip
-    return drafts
+    count = torch.where(num_emitted > 0, num_emitted + 1, 0)
+    record_tokens_(history, rows, tokens, row_positions(start, tokens), count)
 
 
 def prefer_found(found: Tensor, *others: Tensor) -> Tensor:

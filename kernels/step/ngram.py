@@ -44,7 +44,8 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import arrival_counters, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.step.writes import writes
 
 TILE = 1024
 """Tokens that a program reads at a time: 8 for each of its 128 threads, in four loads of 16 bytes."""
@@ -101,24 +102,28 @@ class RecordTokens:
 
 
 def ngram_lookup_reference(given: NgramLookup) -> Tensor:
-    """:class:`NgramLookup` in plain PyTorch, which never reads a value on the host."""
-    tokens, end = sequences(given.history, given.rows, given.length)
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    # matched[b, j]: how many tokens before j (j itself included) equal those that end the sequence.
-    matched = torch.zeros_like(tokens)
-    equal = torch.ones_like(tokens, dtype=torch.bool)
-    for back in range(given.max_ngram):
-        wanted = tokens.gather(1, (end - 1 - back).clamp(0, None))
-        found = tokens.gather(1, (place - back).clamp(0, None).expand_as(tokens))
-        equal = equal & (found == wanted) & (place >= back) & (end > back)
-        matched = matched + equal.long()
-    earlier = (place < end - 1) & (matched >= given.min_ngram)
-    # The longest match wins, then the most recent one.
-    score = torch.where(earlier, matched * tokens.shape[1] + place, -1).amax(1, keepdim=True)
-    return _following(tokens, end, score, given.num_speculative_tokens)
+    """:class:`NgramLookup` in plain PyTorch. It reads the accepted tokens alone, whose number it asks the host.
+
+    After the last token, only the few places that have matched so far are compared further.
+    """
+    history, length = given.history, given.length
+    longest = max([1, *length.tolist()])
+    tokens, end = _sequences(history[:, :longest], given.rows, length)
+    last = tokens.gather(1, (end - 1).clamp(0, None))
+    earlier = torch.arange(tokens.shape[1], device=tokens.device) < end - 1
+    sequence, place = (earlier & (tokens == last)).nonzero(as_tuple=True)
+    score = torch.full_like(length, -1)
+    for matched in range(1, given.max_ngram + 1):
+        if matched >= given.min_ngram:
+            score.scatter_reduce_(0, sequence, matched * tokens.shape[1] + place, "amax")
+        before = place >= matched
+        sequence, place = sequence[before], place[before]
+        equal = tokens[sequence, place - matched] == tokens[sequence, end[sequence, 0] - 1 - matched]
+        sequence, place = sequence[equal], place[equal]
+    return _following(tokens, end, score.unsqueeze(1), given.num_speculative_tokens)
 
 
-def sequences(history: Tensor, rows: Tensor | None, length: Tensor) -> tuple[Tensor, Tensor]:
+def _sequences(history: Tensor, rows: Tensor | None, length: Tensor) -> tuple[Tensor, Tensor]:
     """The history of each sequence of a call ``[B, S]``, and where it ends ``[B, 1]``."""
     if rows is not None:
         history, length = history[rows.clamp_min(0)], torch.where(rows >= 0, length, 0)
@@ -277,28 +282,6 @@ def record_tokens_triton(given: RecordTokens) -> None:
     )  # fmt: skip
 
 
-def ngram_lookup_cpu(given: NgramLookup) -> Tensor:
-    """:class:`NgramLookup` on the accepted tokens alone, since a CPU may look at values.
-
-    After the last token, only the few places that have matched so far are compared further.
-    """
-    history, length = given.history, given.length
-    longest = max([1, *length.tolist()])
-    tokens, end = sequences(history[:, :longest], given.rows, length)
-    last = tokens.gather(1, (end - 1).clamp(0, None))
-    earlier = torch.arange(tokens.shape[1]) < end - 1
-    sequence, place = (earlier & (tokens == last)).nonzero(as_tuple=True)
-    score = torch.full((len(end),), -1, dtype=torch.int64)
-    for matched in range(1, given.max_ngram + 1):
-        if matched >= given.min_ngram:
-            score.scatter_reduce_(0, sequence, matched * tokens.shape[1] + place, "amax")
-        before = place >= matched
-        sequence, place = sequence[before], place[before]
-        equal = tokens[sequence, place - matched] == tokens[sequence, end[sequence, 0] - 1 - matched]
-        sequence, place = sequence[equal], place[equal]
-    return _following(tokens, end, score.unsqueeze(1), given.num_speculative_tokens)
-
-
 def check_rows(history: Tensor, rows: Tensor | None, batch: int) -> None:
     """Raise ``ValueError`` unless each of ``batch`` sequences has a row of ``history``."""
     require(history.dim() == 2, lambda: f"history must be [N, S], not {history.dim()}-d")
@@ -333,9 +316,10 @@ NGRAM_LOOKUP = declare(
         "ngram_lookup",
         NgramLookup,
         _ngram_lookup_fake,
-        with_cpu(triton_or_reference(ngram_lookup_triton, ngram_lookup_reference, moves_only=True), ngram_lookup_cpu),
+        triton_or_reference(ngram_lookup_triton, ngram_lookup_reference, moves_only=True),
     )
 )
+ngram_lookup = NGRAM_LOOKUP.function
 RECORD_TOKENS = declare(
     Op(
         "record_tokens",
@@ -345,3 +329,4 @@ RECORD_TOKENS = declare(
         mutates=("history",),
     )
 )
+record_tokens_ = writes(*RECORD_TOKENS.mutates, final=False)(RECORD_TOKENS.function)

@@ -25,6 +25,7 @@ from torch import Tensor
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.step.writes import writes
 
 _BLOCK = 1024
 
@@ -186,7 +187,7 @@ def _keep_rows_kernel(
         tl.store(num_kept + b, tl.minimum(tl.load(num_kept + b) + emitted, KEPT), mask=row == 0)
 
 
-def rerun_triton(given: Rerun) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def rerun_triton(given: Rerun) -> RerunRows:
     """:class:`Rerun` in one kernel."""
     out = _rerun_fake(given)
     _, kept, width = given.kept_hidden.shape
@@ -231,7 +232,7 @@ def keep_rows_triton(given: KeepRows) -> None:
     )  # fmt: skip
 
 
-def _rerun_fake(given: Rerun) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _rerun_fake(given: Rerun) -> RerunRows:
     hidden, kept = given.hidden, given.kept_hidden
     require(hidden.dim() == kept.dim() == 3, lambda: "hidden and kept_hidden must be [B, rows, H]")
     require(hidden.dtype == kept.dtype, lambda: f"hidden is {hidden.dtype}, and what is kept is {kept.dtype}")
@@ -240,7 +241,7 @@ def _rerun_fake(given: Rerun) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         check_batch(name, values, batch)
     ids, counts = given.tokens.new_empty, given.num_emitted.new_empty
     rows = hidden.new_empty(batch, length, hidden.shape[2])
-    return ids(batch, length), rows, ids(batch, length), counts(batch), counts(batch)
+    return RerunRows(ids(batch, length), rows, ids(batch, length), counts(batch), counts(batch))
 
 
 def _next_module_tokens_fake(given: NextModuleTokens) -> Tensor:
@@ -256,6 +257,7 @@ def _keep_rows_fake(given: KeepRows) -> None:
 
 
 RERUN = declare(Op("rerun", Rerun, _rerun_fake, triton_or_reference(rerun_triton, rerun_reference, moves_only=True)))
+rerun = RERUN.function
 NEXT_MODULE_TOKENS = declare(
     Op(
         "next_module_tokens",
@@ -264,6 +266,7 @@ NEXT_MODULE_TOKENS = declare(
         triton_or_reference(next_module_tokens_triton, next_module_tokens_reference, moves_only=True),
     )
 )
+next_module_tokens = NEXT_MODULE_TOKENS.function
 KEEP_ROWS = declare(
     Op(
         "keep_rows",
@@ -273,3 +276,4 @@ KEEP_ROWS = declare(
         mutates=("kept_tokens", "kept_hidden", "num_kept"),
     )
 )
+keep_rows_ = writes(*KEEP_ROWS.mutates)(KEEP_ROWS.function)

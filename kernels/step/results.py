@@ -5,7 +5,7 @@ For ``B`` sequences, ``T`` rows of the call and ``W`` rows of a decode step, the
 
 - the last ``min(num_emitted, W)`` tokens that the sequence emitted, and padding after them (``W`` columns),
 - the bits of their float32 log-probabilities (``W`` columns),
-- the number of tokens emitted, what is wrong with the logits (:class:`~specgraph.kernels.step.tokens.BadRows`), and the
+- the number of tokens emitted, what is wrong with the logits (:func:`~specgraph.kernels.step.tokens.bad_rows`), and the
   number of rows of the next step,
 - the bits of what the drafter thinks of the drafts of the next step, float32 (``C`` columns: ``W - 1``, or 0 for a
   drafter that does not say),
@@ -41,7 +41,7 @@ NUM_COUNTS = 3
 
 @dataclass(slots=True)
 class PackResults:
-    """What a step returns, to be packed as the module says.
+    """Pack what a step returns, int32 ``[B, 2 W + 3 + C + X]``, as the module says.
 
     Attributes:
         emitted: int64 ``[B, T]``, each row's first ``num_emitted`` ``[B]`` are tokens.
@@ -76,17 +76,6 @@ class Unpacked(NamedTuple):
     bad: list[int]
     num_rows: list[int]
     confidence: list[list[float]]
-
-
-def pack_results(
-    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int, rows: Tensor,
-    confidence: Tensor | None = None, traced: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Pack what a step returns, int32 ``[B, 2 W + 3 + C + X]``: the op with the arguments of :class:`PackResults`."""
-    packed: Tensor = torch.ops.specgraph.pack_results(
-        emitted, num_emitted, logprobs, bad, num_rows, width, rows, confidence, traced
-    )
-    return packed
 
 
 def num_columns(width: int, confidence: Tensor | None) -> int:
@@ -244,3 +233,4 @@ PACK_RESULTS = declare(
         ),
     )
 )
+pack_results = PACK_RESULTS.function

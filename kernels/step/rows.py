@@ -1,6 +1,6 @@
 """Rows of a step as ops of one launch each: their positions, their slots, their selection, and mask rows behind them.
 
-:mod:`specgraph.kernels.step.step` has the functions that step graphs call. As separate ATen operations each of them
+As separate ATen operations each of them
 would take 3 to 18 launches of 1.5 to 2 us, one after the other. Shapes and dtypes are those of that module: ``B``
 sequences, ``T`` rows per sequence, ids and counts int64. Nothing is computed but integers, and floating-point rows are
 copied.
@@ -25,7 +25,7 @@ _BLOCK = 1024
 
 
 @dataclass(slots=True)
-class RowPositions:
+class ConsecutivePositions:
     """For ``start`` ``[B]``, the positions ``start + row + i`` ``[B, width]`` for every ``i`` below ``count``."""
 
     start: Tensor
@@ -35,7 +35,11 @@ class RowPositions:
 
 @dataclass(slots=True)
 class RowSlots:
-    """The slots ``[B, T]`` of rows, see :func:`specgraph.kernels.step.step.row_slots`."""
+    """Cache slots ``[B, T]`` of rows at ``positions`` ``[B, T]``.
+
+    Only the first ``num_rows`` ``[B]`` rows are real. They get ``block * block_size + offset`` through ``block_table``
+    ``[B, M]``; other rows, and rows before position 0 or at or past ``max_length`` ``[B]``, get ``PADDING_SLOT``.
+    """
 
     positions: Tensor
     num_rows: Tensor
@@ -46,7 +50,7 @@ class RowSlots:
 
 
 @dataclass(slots=True)
-class TakeRows:
+class ConsecutiveRows:
     """``count`` consecutive rows of ``values`` ``[B, T, H]`` from row ``first`` ``[B]`` on: ``[B, count, H]``.
 
     A row outside of the block is replaced by the block's first or last row. With ``together``, which needs
@@ -60,10 +64,21 @@ class TakeRows:
 
 
 @dataclass(slots=True)
-class ExpandRows:
-    """Mask rows behind real ones, see :func:`specgraph.kernels.step.step.expand_draft_inputs`.
+class ExpandDraftInputs:
+    """Put ``count`` mask rows behind the real rows of every sequence, so that one call drafts ``count + 1`` tokens.
 
-    The hidden states of the result are empty where there are none.
+    Attributes:
+        tokens: int64 ``[B, T]``, of which the first ``num_rows`` ``[B]`` are real.
+        num_rows: int64 ``[B]``.
+        hidden: ``[B, T, H]``: the hidden states of these rows, or None.
+        mask_hidden: ``[H]``: the hidden state of a mask row, or None.
+        mask_token_id: the token of a mask row.
+        count: the number of mask rows.
+
+    Returns:
+        tokens ``[B, T + count]``, the number of rows that are now real ``[B]`` (an inactive sequence still has none),
+        and hidden states ``[B, T + count, H]``, which are empty where there are none. The mask rows directly follow the
+        real ones, so that their positions are also counted from the first row.
     """
 
     tokens: Tensor
@@ -76,13 +91,13 @@ class ExpandRows:
 
 
 def positions_of(start: Tensor, width: int, count: int) -> list[Tensor]:
-    """:class:`RowPositions` in plain PyTorch."""
+    """:class:`ConsecutivePositions` in plain PyTorch."""
     positions = start.unsqueeze(1) + torch.arange(width, device=start.device)
     return [positions + i if i else positions for i in range(count)]
 
 
-def row_positions_reference(given: RowPositions) -> list[Tensor]:
-    """:class:`RowPositions` in plain PyTorch."""
+def consecutive_positions_reference(given: ConsecutivePositions) -> list[Tensor]:
+    """:class:`ConsecutivePositions` in plain PyTorch."""
     return positions_of(given.start, given.width, given.count)
 
 
@@ -114,16 +129,16 @@ def _slot(position: int, table: list[int], size: int) -> int:
     return block * size + position % size if block >= 0 else PADDING_SLOT
 
 
-def take_rows_reference(given: TakeRows) -> Tensor:
-    """:class:`TakeRows` in plain PyTorch."""
+def consecutive_rows_reference(given: ConsecutiveRows) -> Tensor:
+    """:class:`ConsecutiveRows` in plain PyTorch."""
     values, count, length = given.values, given.count, given.values.shape[1]
     first = given.first.clamp(max=length - count) if given.together else given.first
     index = (first.unsqueeze(1) + torch.arange(count, device=values.device)).clamp(0, length - 1)
     return values.gather(1, index.unsqueeze(2).expand(-1, -1, values.shape[2]))
 
 
-def expand_rows_reference(given: ExpandRows) -> tuple[Tensor, Tensor, Tensor]:
-    """:class:`ExpandRows` in plain PyTorch."""
+def expand_draft_inputs_reference(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """:class:`ExpandDraftInputs` in plain PyTorch."""
     count, hidden = given.count, given.hidden
     row = torch.arange(given.tokens.shape[1] + count, device=given.tokens.device)
     end = given.num_rows.unsqueeze(1)
@@ -137,7 +152,7 @@ def expand_rows_reference(given: ExpandRows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @triton.jit
-def _row_positions_kernel(positions, start, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _consecutive_positions_kernel(positions, start, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The positions of up to ``BLOCK`` rows of one sequence. The grid is (B, blocks of rows)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -151,7 +166,7 @@ def _row_positions_kernel(positions, start, width, COUNT: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _take_rows_kernel(
+def _consecutive_rows_kernel(
     taken, values, first, count, length, width, outer, inner, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +186,7 @@ def _take_rows_kernel(
 
 
 @triton.jit
-def _expand_rows_kernel(
+def _expand_draft_inputs_kernel(
     out_tokens, out_rows, out_hidden, tokens, num_rows, hidden, mask_hidden, length, width, outer, inner, mask_token,
     COUNT: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -215,14 +230,14 @@ def _row_slots_kernel(
     tl.store(slots + b * width + row, slot, mask=inside)
 
 
-def row_positions_triton(given: RowPositions) -> list[Tensor]:
-    """:class:`RowPositions` in one kernel."""
+def consecutive_positions_triton(given: ConsecutivePositions) -> list[Tensor]:
+    """:class:`ConsecutivePositions` in one kernel."""
     start, width, count = given.start, given.width, given.count
-    batch, positions = start.shape[0], _row_positions_fake(given)
+    batch, positions = start.shape[0], _consecutive_positions_fake(given)
     if batch * width * count == 0:
         return positions
     block, pdl = min(triton.next_power_of_2(width), 256), supports_pdl(start.device)
-    _row_positions_kernel[(batch, triton.cdiv(width, block))](
+    _consecutive_positions_kernel[(batch, triton.cdiv(width, block))](
         tuple(positions), start.contiguous(), width, COUNT=count, BLOCK=block, PDL=pdl, num_warps=1,
         **launch_options(pdl),
     )  # fmt: skip
@@ -244,8 +259,8 @@ def row_slots_triton(given: RowSlots) -> Tensor:
     return slots
 
 
-def take_rows_triton(given: TakeRows) -> Tensor:
-    """:class:`TakeRows` in one kernel."""
+def consecutive_rows_triton(given: ConsecutiveRows) -> Tensor:
+    """:class:`ConsecutiveRows` in one kernel."""
     values, count = given.values, given.count
     batch, length, width = values.shape
     taken = values.new_empty(batch, count, width)
@@ -253,16 +268,16 @@ def take_rows_triton(given: TakeRows) -> Tensor:
         return taken
     values = values if values.stride(2) == 1 else values.contiguous()
     block, pdl = min(triton.next_power_of_2(width), _BLOCK), supports_pdl(values.device)
-    _take_rows_kernel[(batch * count, triton.cdiv(width, block))](
+    _consecutive_rows_kernel[(batch * count, triton.cdiv(width, block))](
         taken, values, given.first.contiguous(), count, length, width, values.stride(0), values.stride(1),
         TOGETHER=given.together, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return taken
 
 
-def expand_rows_triton(given: ExpandRows) -> tuple[Tensor, Tensor, Tensor]:
-    """:class:`ExpandRows` in one kernel."""
-    outputs = _expand_rows_fake(given)
+def expand_draft_inputs_triton(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """:class:`ExpandDraftInputs` in one kernel."""
+    outputs = _expand_draft_inputs_fake(given)
     tokens, hidden, mask_hidden, count = given.tokens, given.hidden, given.mask_hidden, given.count
     batch, length = tokens.shape
     if outputs[0].numel() == 0:
@@ -276,7 +291,7 @@ def expand_rows_triton(given: ExpandRows) -> tuple[Tensor, Tensor, Tensor]:
         hidden = hidden if hidden.stride(2) == 1 else hidden.contiguous()
         width, outer, inner = hidden.shape[2], hidden.stride(0), hidden.stride(1)
     block, pdl = min(triton.next_power_of_2(width), _BLOCK), supports_pdl(tokens.device)
-    _expand_rows_kernel[(batch * (length + count), triton.cdiv(width, block))](
+    _expand_draft_inputs_kernel[(batch * (length + count), triton.cdiv(width, block))](
         *outputs, tokens.contiguous(), given.num_rows.contiguous(), hidden, mask_hidden.contiguous(), length, width,
         outer, inner, given.mask_token_id, COUNT=count, HIDDEN=both, BLOCK=block, PDL=pdl, num_warps=4,
         **launch_options(pdl),
@@ -284,7 +299,7 @@ def expand_rows_triton(given: ExpandRows) -> tuple[Tensor, Tensor, Tensor]:
     return outputs
 
 
-def _row_positions_fake(given: RowPositions) -> list[Tensor]:
+def _consecutive_positions_fake(given: ConsecutivePositions) -> list[Tensor]:
     start = given.start
     require(start.dim() == 1, lambda: f"start must be [B], not {start.dim()}-d")
     return [start.new_empty(start.shape[0], given.width) for _ in range(given.count)]
@@ -298,7 +313,7 @@ def _row_slots_fake(given: RowSlots) -> Tensor:
     return positions.new_empty(positions.shape)
 
 
-def _take_rows_fake(given: TakeRows) -> Tensor:
+def _consecutive_rows_fake(given: ConsecutiveRows) -> Tensor:
     values, count = given.values, given.count
     require(values.dim() == 3, lambda: "values must be [B, T, H]")
     check_batch("first", given.first, values.shape[0])
@@ -307,7 +322,7 @@ def _take_rows_fake(given: TakeRows) -> Tensor:
     return values.new_empty(values.shape[0], count, values.shape[2])
 
 
-def _expand_rows_fake(given: ExpandRows) -> tuple[Tensor, Tensor, Tensor]:
+def _expand_draft_inputs_fake(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor]:
     tokens, hidden, mask_hidden = given.tokens, given.hidden, given.mask_hidden
     batch, length = tokens.shape[0], tokens.shape[1] + given.count
     check_batch("num_rows", given.num_rows, batch)
@@ -319,14 +334,15 @@ def _expand_rows_fake(given: ExpandRows) -> tuple[Tensor, Tensor, Tensor]:
     return out, rows, hidden.new_empty(batch, length, hidden.shape[2])
 
 
-ROW_POSITIONS = declare(
+CONSECUTIVE_POSITIONS = declare(
     Op(
-        "row_positions",
-        RowPositions,
-        _row_positions_fake,
-        triton_or_reference(row_positions_triton, row_positions_reference, moves_only=True),
+        "consecutive_positions",
+        ConsecutivePositions,
+        _consecutive_positions_fake,
+        triton_or_reference(consecutive_positions_triton, consecutive_positions_reference, moves_only=True),
     )
 )
+consecutive_positions = CONSECUTIVE_POSITIONS.function
 ROW_SLOTS = declare(
     Op(
         "row_slots",
@@ -339,19 +355,22 @@ ROW_SLOTS = declare(
         ),
     )
 )
-TAKE_ROWS = declare(
+row_slots = ROW_SLOTS.function
+CONSECUTIVE_ROWS = declare(
     Op(
-        "take_rows",
-        TakeRows,
-        _take_rows_fake,
-        triton_or_reference(take_rows_triton, take_rows_reference, moves_only=True),
+        "consecutive_rows",
+        ConsecutiveRows,
+        _consecutive_rows_fake,
+        triton_or_reference(consecutive_rows_triton, consecutive_rows_reference, moves_only=True),
     )
 )
-EXPAND_ROWS = declare(
+consecutive_rows = CONSECUTIVE_ROWS.function
+EXPAND_DRAFT_INPUTS = declare(
     Op(
-        "expand_rows",
-        ExpandRows,
-        _expand_rows_fake,
-        triton_or_reference(expand_rows_triton, expand_rows_reference, moves_only=True),
+        "expand_draft_inputs",
+        ExpandDraftInputs,
+        _expand_draft_inputs_fake,
+        triton_or_reference(expand_draft_inputs_triton, expand_draft_inputs_reference, moves_only=True),
     )
 )
+expand_draft_inputs = EXPAND_DRAFT_INPUTS.function

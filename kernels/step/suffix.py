@@ -54,8 +54,8 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
-from specgraph.kernels.step.ngram import check_rows, sequences
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.step.ngram import check_rows
 from specgraph.kernels.step.suffix_kernels import match_kernel, vote_kernel
 
 TILE = 1024
@@ -120,96 +120,7 @@ class SuffixLookup:
 
 
 def suffix_lookup_reference(given: SuffixLookup) -> Tensor:
-    """:class:`SuffixLookup` in plain PyTorch, which never reads a value on the host."""
-    tokens, end = sequences(given.history, given.rows, given.length)
-    lengths = torch.arange(given.min_match, given.max_match + 1, device=tokens.device)
-    places = _voters(_matched(tokens, end, given.max_match), lengths)
-    drafts, score = _paths(given, tokens, end, places, lengths)
-    best = (score * (MOST_MATCHED + 1) + lengths).argmax(1)
-    return drafts[torch.arange(len(drafts), device=drafts.device), best]
-
-
-def _matched(tokens: Tensor, end: Tensor, longest: int) -> Tensor:
-    """How many tokens up to each place ``[B, S]`` equal those at the end of the sequence; 0 from the last one on."""
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    matched = torch.zeros_like(tokens)
-    equal = (place < end - 1).expand_as(tokens)
-    for back in range(longest):
-        wanted = tokens.gather(1, (end - 1 - back).clamp(0, None))
-        found = tokens.gather(1, (place - back).clamp(0, None).expand_as(tokens))
-        equal = equal & (found == wanted) & (place >= back)
-        matched = matched + equal.long()
-    return matched
-
-
-def _voters(matched: Tensor, lengths: Tensor) -> Tensor:
-    """The last places ``[B, P, VOTERS]`` that match each of ``lengths`` ``[P]``, padded with -1."""
-    place = torch.arange(matched.shape[1], device=matched.device)
-    voting = torch.where(matched.unsqueeze(1) >= lengths.unsqueeze(1), place, -1)
-    return voting.topk(min(VOTERS, voting.shape[2]), dim=2).values
-
-
-def _paths(given: SuffixLookup, tokens: Tensor, end: Tensor, places: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The drafts ``[B, P, K]`` of every length of match, and their scores ``[B, P]``."""
-    limit = lengths * given.factor + given.offset >> 30
-    voting, going = places >= 0, torch.ones_like(places[:, :, 0], dtype=torch.bool)
-    prob = torch.full_like(places[:, :, 0], ONE)
-    score, drafts = torch.zeros_like(prob), [places.new_empty(*places.shape[:2], 0)]
-    for index in range(given.num_speculative_tokens):
-        following = places + 1 + index
-        voting = voting & (following < end.unsqueeze(2))
-        token, count, total = _elect(tokens, places, following, voting)
-        prob = prob * count // total.clamp_min(1)
-        going = going & (total > 0) & (prob >= given.threshold) & (index < limit)
-        score = score + torch.where(going, prob, 0)
-        drafts.append(torch.where(going, token, -1).unsqueeze(2))
-        voting = voting & (_at(tokens, following) == token.unsqueeze(2))
-    return torch.cat(drafts, dim=2), score
-
-
-def _elect(tokens: Tensor, places: Tensor, following: Tensor, voting: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The most frequent token at ``following`` ``[B, P, V]``, how many have it, and how many vote, each ``[B, P]``."""
-    token = _at(tokens, following)
-    agree = (token.unsqueeze(3) == token.unsqueeze(2)) & voting.unsqueeze(2)
-    rank = torch.where(voting, (agree.sum(3) << 32) | places, -1)
-    best, winner = rank.max(2, keepdim=True)
-    return token.gather(2, winner).squeeze(2), best.squeeze(2) >> 32, voting.sum(2)
-
-
-def _at(tokens: Tensor, places: Tensor) -> Tensor:
-    """The tokens ``[B, P, V]`` at ``places``, clamped into the history ``[B, S]``."""
-    return tokens.gather(1, places.clamp(0, tokens.shape[1] - 1).flatten(1)).view(places.shape)
-
-
-def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
-    """:class:`SuffixLookup` in two kernels."""
-    history, length, count = given.history, given.length.contiguous(), given.num_speculative_tokens
-    batch, longest, sizes = length.shape[0], history.shape[1], given.max_match - given.min_match + 1
-    proposals = history.new_empty(batch, count)
-    counters = arrival_counters(history.device)  # even if not needed now: a later call may be captured
-    if proposals.numel() == 0:
-        return proposals
-    history = history if history.stride(1) == 1 else history.contiguous()
-    rows = None if given.rows is None else given.rows.contiguous()
-    tiles, pdl = max(1, triton.cdiv(longest, TILE)), supports_pdl(history.device)
-    matched = history.new_empty(batch, tiles * TILE, dtype=torch.int8)
-    maxima = history.new_empty(batch, tiles, dtype=torch.int32)
-    read, options = (history, rows, length, history.stride(0), longest, tiles), launch_options(pdl)
-    match_kernel[(max(1, min(tiles, PROGRAMS // batch)), batch)](
-        matched, maxima, *read, MAX_MATCH=given.max_match, TILE=TILE, PDL=pdl, num_warps=4, **options
-    )
-    vote_kernel[(sizes, batch)](
-        proposals, history.new_empty(batch, sizes), history.new_empty(batch, sizes, count),
-        history.new_empty(batch, sizes, VOTERS, dtype=torch.int32), counters, matched, maxima, *read, count,
-        MIN_MATCH=given.min_match, SIZES=triton.next_power_of_2(sizes), FACTOR=given.factor, OFFSET=given.offset,
-        THRESHOLD=given.threshold, TILE=TILE, TILES=triton.next_power_of_2(tiles), VOTERS=VOTERS,
-        DRAFTS=triton.next_power_of_2(count), PDL=pdl, num_warps=4, **options,
-    )  # fmt: skip
-    return proposals
-
-
-def suffix_lookup_cpu(given: SuffixLookup) -> Tensor:
-    """:class:`SuffixLookup` on the accepted tokens alone, since a CPU may look at values."""
+    """:class:`SuffixLookup` one sequence after the other, in Python. It reads the tokens on the host."""
     history, lengths, count = given.history, given.length.tolist(), given.num_speculative_tokens
     rows = range(len(lengths)) if given.rows is None else given.rows.tolist()
     own = [history[row, : length if row >= 0 else 0] for row, length in zip(rows, lengths, strict=True)]
@@ -262,6 +173,33 @@ def _path(tokens: list[int], voters: list[int], limit: int, threshold: int) -> t
     return path, score
 
 
+def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
+    """:class:`SuffixLookup` in two kernels."""
+    history, length, count = given.history, given.length.contiguous(), given.num_speculative_tokens
+    batch, longest, sizes = length.shape[0], history.shape[1], given.max_match - given.min_match + 1
+    proposals = history.new_empty(batch, count)
+    counters = arrival_counters(history.device)  # even if not needed now: a later call may be captured
+    if proposals.numel() == 0:
+        return proposals
+    history = history if history.stride(1) == 1 else history.contiguous()
+    rows = None if given.rows is None else given.rows.contiguous()
+    tiles, pdl = max(1, triton.cdiv(longest, TILE)), supports_pdl(history.device)
+    matched = history.new_empty(batch, tiles * TILE, dtype=torch.int8)
+    maxima = history.new_empty(batch, tiles, dtype=torch.int32)
+    read, options = (history, rows, length, history.stride(0), longest, tiles), launch_options(pdl)
+    match_kernel[(max(1, min(tiles, PROGRAMS // batch)), batch)](
+        matched, maxima, *read, MAX_MATCH=given.max_match, TILE=TILE, PDL=pdl, num_warps=4, **options
+    )
+    vote_kernel[(sizes, batch)](
+        proposals, history.new_empty(batch, sizes), history.new_empty(batch, sizes, count),
+        history.new_empty(batch, sizes, VOTERS, dtype=torch.int32), counters, matched, maxima, *read, count,
+        MIN_MATCH=given.min_match, SIZES=triton.next_power_of_2(sizes), FACTOR=given.factor, OFFSET=given.offset,
+        THRESHOLD=given.threshold, TILE=TILE, TILES=triton.next_power_of_2(tiles), VOTERS=VOTERS,
+        DRAFTS=triton.next_power_of_2(count), PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return proposals
+
+
 def _suffix_lookup_fake(given: SuffixLookup) -> Tensor:
     length, smallest, largest = given.length, given.min_match, given.max_match
     require(length.dim() == 1, lambda: f"length must be [B], not {length.dim()}-d")
@@ -287,9 +225,7 @@ SUFFIX_LOOKUP = declare(
         "suffix_lookup",
         SuffixLookup,
         _suffix_lookup_fake,
-        with_cpu(
-            triton_or_reference(suffix_lookup_triton, suffix_lookup_reference, covers=_has_counters, moves_only=True),
-            suffix_lookup_cpu,
-        ),
+        triton_or_reference(suffix_lookup_triton, suffix_lookup_reference, covers=_has_counters, moves_only=True),
     )
 )
+suffix_lookup = SUFFIX_LOOKUP.function

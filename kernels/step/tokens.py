@@ -1,7 +1,4 @@
-"""What follows from the tokens of a step, as ops of one launch each: NaN, the end at an EOS, the next window.
-
-:mod:`specgraph.kernels.step.step` has the functions that step graphs call, with the meaning of what they take.
-"""
+"""From the logits and tokens of a step: what is wrong with the logits, the end at an EOS, the next window."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
 from specgraph.kernels.step.side_by_side import column_of, side_by_side
+from specgraph.kernels.step.writes import writes
 
 NAN_FOUND = -1
 """Says of a sequence that its logits have a NaN."""
@@ -24,36 +22,14 @@ _NOTHING = tl.constexpr(0x7FFFFFFF)
 
 
 @dataclass(slots=True)
-class BadRows:
-    """What is wrong with the logits ``[B, R, V]`` of the real, unforced rows of each sequence: int32 ``[B]``.
-
-    It is ``NAN_FOUND`` if there is a NaN among them. Otherwise it is 1 + the row of the block that is the first to have
-    nothing but -inf, and therefore no token; 0 if there is no such row. A sequence draws from that row if it emits more
-    tokens than there are rows in front of it. ``width`` is the number of rows of the whole block, which places the
-    ``R`` rows in it.
-    """
-
-    logits: Tensor
-    num_rows: Tensor
-    num_forced: Tensor
-    width: int
-
-
-@dataclass(slots=True)
-class CutAtEos:
-    """``emitted`` ``[B, T]`` with everything after the first unforced EOS replaced by -1.
-
-    ``eos_ids`` ``[B, E]`` are each sequence's own, padded with -1.
-    """
-
-    emitted: Tensor
-    num_forced: Tensor
-    eos_ids: Tensor
-
-
-@dataclass(slots=True)
 class Advance:
-    """The step from one window to the next, see :func:`specgraph.kernels.step.step.advance_`."""
+    """Move every active sequence to its new last token and write the next window.
+
+    ``next_window`` ``[B, K + 1]`` becomes the last accepted token followed by the drafts (tensors ``[B, k]`` with at
+    most ``K`` columns in all, and -1 where there is no draft; there is none in columns that are not given).
+    ``num_rows`` becomes the number of its real rows. It is limited such that no token gets a position at ``max_length``
+    or beyond, and is 0 for a sequence that met an EOS. Sequences that emitted nothing keep their window and position.
+    """
 
     next_window: Tensor
     start: Tensor
@@ -66,11 +42,16 @@ class Advance:
     eos_ids: Tensor
 
 
-def bad_rows_reference(given: BadRows) -> Tensor:
-    """:class:`BadRows` in plain PyTorch."""
-    logits, num_rows, num_forced = given.logits, given.num_rows, given.num_forced
+def bad_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tensor) -> Tensor:
+    """What is wrong with the logits ``[B, R, V]`` of the real, unforced rows of each sequence: int32 ``[B]``.
+
+    It is ``NAN_FOUND`` if there is a NaN among them. Otherwise it is 1 + the row of the block that is the first to have
+    nothing but -inf, and therefore no token; 0 if there is no such row. A sequence draws from that row if it emits more
+    tokens than there are rows in front of it. ``window`` ``[B, T]`` gives the number of rows of the whole block, from
+    which follows where the ``R`` rows lie in it.
+    """
     rows = logits.shape[1]
-    first = num_forced.clamp(max=given.width - rows)
+    first = num_forced.clamp(max=window.shape[1] - rows)
     row = first.unsqueeze(1) + torch.arange(rows, device=logits.device)
     real = (row < num_rows.unsqueeze(1)) & (row >= num_forced.unsqueeze(1))
     largest = logits.amax(-1)  # a NaN, if there is one
@@ -79,11 +60,14 @@ def bad_rows_reference(given: BadRows) -> Tensor:
     return torch.where((largest.isnan() & real).any(-1), NAN_FOUND, first_empty).int()
 
 
-def cut_at_eos_reference(given: CutAtEos) -> Tensor:
-    """:class:`CutAtEos` in plain PyTorch."""
-    emitted = given.emitted
+def cut_at_eos(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
+    """``emitted`` ``[B, T]`` with everything after the first unforced EOS replaced by -1.
+
+    ``eos_ids`` ``[B, E]`` are each sequence's own, padded with -1. Forced tokens belong to the prompt, and an EOS among
+    them does not end the sequence.
+    """
     row = torch.arange(emitted.shape[1], device=emitted.device)
-    ends = _among(emitted, given.eos_ids) & (emitted >= 0) & (row >= given.num_forced.unsqueeze(1))
+    ends = _among(emitted, eos_ids) & (emitted >= 0) & (row >= num_forced.unsqueeze(1))
     after = ends.long().cumsum(1) - ends.long()
     return emitted.masked_fill(after > 0, -1)
 
@@ -135,30 +119,8 @@ def _among(tokens: Tensor, ids: Tensor) -> Tensor:
 
 
 @triton.jit
-def _bad_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOCK: tl.constexpr):
-    """Search one row for a NaN, and for anything but -inf. The grid is (B * R,), and the smallest finding counts."""
-    b, r = tl.program_id(0) // rows, tl.program_id(0) % rows
-    forced = tl.load(num_forced + b)
-    row = tl.minimum(forced, width - rows) + r
-    if (row < tl.load(num_rows + b)) & (row >= forced):
-        own = logits + tl.program_id(0).to(tl.int64) * vocab
-        broken, filled = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-        begin = vocab * 0
-        while begin < vocab:
-            token = begin + tl.arange(0, BLOCK)
-            values = tl.load(own + token, mask=token < vocab, other=-float("inf"))
-            broken |= (values != values).to(tl.int32)
-            filled |= (values > -float("inf")).to(tl.int32)
-            begin += BLOCK
-        if tl.max(broken, axis=0) > 0:
-            tl.atomic_min(bad + b, -1)
-        elif tl.max(filled, axis=0) == 0:
-            tl.atomic_min(bad + b, row + 1)
-
-
-@triton.jit
 def what_is_bad(broken, row, empty):
-    """:class:`BadRows` of one sequence: its rows ``[R]`` that have a NaN, their places, and which are ``empty``."""
+    """:func:`bad_rows` of one sequence: its rows ``[R]`` that have a NaN, their places, and which are ``empty``."""
     first = tl.min(tl.where(empty, row.to(tl.int32) + 1, _NOTHING), 0)
     return tl.where(tl.max(broken, 0) > 0, -1, tl.where(first == _NOTHING, 0, first))
 
@@ -175,22 +137,6 @@ def cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.co
     unforced = (token >= 0) & (row >= num_forced)
     end = tl.min(tl.where(unforced, first, BLOCK), axis=0)
     return tl.where(row > end, -1, token)
-
-
-@triton.jit
-def _cut_at_eos_kernel(
-    cut, emitted, num_forced, eos_ids, width, NUM_EOS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """One sequence per program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    b = tl.program_id(0)
-    row = tl.arange(0, BLOCK)
-    token = tl.load(emitted + b * width + row, mask=row < width, other=-1)
-    token = cut_row(token, row, tl.load(num_forced + b), eos_ids + b * NUM_EOS, NUM_EOS, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.store(cut + b * width + row, token, mask=row < width)
 
 
 @triton.jit
@@ -225,36 +171,6 @@ def _advance_kernel(
     tl.store(num_forced + b, 0)
 
 
-def bad_rows_triton(given: BadRows) -> Tensor:
-    """:class:`BadRows` in one kernel that reads the rows in question once."""
-    logits = given.logits
-    batch, rows, vocab = logits.shape
-    bad = torch.full((batch,), _NOTHING.value, dtype=torch.int32, device=logits.device)
-    block = min(triton.next_power_of_2(vocab), 8192)
-    if bad.numel() and rows and vocab:
-        _bad_rows_kernel[(batch * rows,)](
-            bad, logits.contiguous(), given.num_rows.contiguous(), given.num_forced.contiguous(), given.width, rows,
-            vocab, BLOCK=block,
-        )  # fmt: skip
-    return bad.masked_fill_(bad == _NOTHING.value, 0)
-
-
-def cut_at_eos_triton(given: CutAtEos) -> Tensor:
-    """:class:`CutAtEos` in one kernel."""
-    emitted, eos_ids = given.emitted, given.eos_ids
-    cut = emitted.new_empty(emitted.shape)
-    batch, width = emitted.shape
-    if cut.numel() == 0:
-        return cut
-    pdl = supports_pdl(cut.device)
-    _cut_at_eos_kernel[(batch,)](
-        cut, emitted.contiguous(), given.num_forced.contiguous(), eos_ids.contiguous(), width,
-        NUM_EOS=eos_ids.shape[1], BLOCK=triton.next_power_of_2(width), PDL=pdl, num_warps=1 if width <= 256 else 4,
-        **launch_options(pdl),
-    )  # fmt: skip
-    return cut
-
-
 def advance_triton(given: Advance) -> None:
     """:class:`Advance` in one kernel."""
     state = (given.next_window, given.start, given.num_rows, given.num_forced)
@@ -276,22 +192,6 @@ def _advance_covers(given: Advance) -> bool:
     return all(tensor.is_contiguous() for tensor in state)
 
 
-def _bad_rows_fake(given: BadRows) -> Tensor:
-    logits = given.logits
-    require(logits.dim() == 3, lambda: "logits must be [B, R, V]")
-    for name, values in (("num_rows", given.num_rows), ("num_forced", given.num_forced)):
-        check_batch(name, values, logits.shape[0])
-    return logits.new_empty(logits.shape[0], dtype=torch.int32)
-
-
-def _cut_at_eos_fake(given: CutAtEos) -> Tensor:
-    emitted, eos_ids = given.emitted, given.eos_ids
-    require(emitted.dim() == 2 and eos_ids.dim() == 2, lambda: "emitted must be [B, T], eos_ids [B, E]")
-    check_batch("num_forced", given.num_forced, emitted.shape[0])
-    check_batch("eos_ids", eos_ids, emitted.shape[0])
-    return emitted.new_empty(emitted.shape)
-
-
 def _advance_fake(given: Advance) -> None:
     batch, count = given.emitted.shape[0], sum(tensor.shape[1] for tensor in given.drafts)
     window = given.next_window
@@ -303,17 +203,6 @@ def _advance_fake(given: Advance) -> None:
         check_batch(name, getattr(given, name), batch)
 
 
-BAD_ROWS = declare(
-    Op("bad_rows", BadRows, _bad_rows_fake, triton_or_reference(bad_rows_triton, bad_rows_reference, moves_only=True))
-)
-CUT_AT_EOS = declare(
-    Op(
-        "cut_at_eos",
-        CutAtEos,
-        _cut_at_eos_fake,
-        triton_or_reference(cut_at_eos_triton, cut_at_eos_reference, moves_only=True),
-    )
-)
 ADVANCE = declare(
     Op(
         "advance",
@@ -327,3 +216,4 @@ ADVANCE = declare(
         mutates=("next_window", "start", "num_rows", "num_forced"),
     )
 )
+advance_ = writes(*ADVANCE.mutates)(ADVANCE.function)

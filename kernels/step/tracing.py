@@ -37,7 +37,18 @@ _MOST_AT_ONCE = 8192
 
 @dataclass(slots=True)
 class TraceTokens:
-    """What a step verifies and what it emits, see :func:`trace_tokens`; ``count`` is ``R``."""
+    """The drafts that the ``R`` rows of ``logits`` ``[B, R, V]`` verify, and the tokens that they have emitted.
+
+    Attributes:
+        window: ``[B, T]``, the last token that was known, and behind it the drafts, if a sequence decodes.
+        num_rows, num_forced: ``[B]``, how many rows of the window are real, and how many of their next tokens are
+            known, which is 0 for a sequence that decodes.
+        emitted: ``[B, T]``, which begins with the known tokens. As for ``verify``, the first row of the logits is that
+            of the first token which is not known, or an earlier one if fewer than ``R`` tokens follow there.
+        num_emitted: ``[B]``.
+        temperature: ``[B]``, 0 for a greedy sequence.
+        logits: nothing but its number of rows is read.
+    """
 
     window: Tensor
     num_rows: Tensor
@@ -45,11 +56,11 @@ class TraceTokens:
     emitted: Tensor
     num_emitted: Tensor
     temperature: Tensor
-    count: int
+    logits: Tensor
 
 
 class TracedTokens(NamedTuple):
-    """What :func:`trace_tokens` gives.
+    """What :class:`TraceTokens` gives.
 
     Attributes:
         tokens: ``[B, R, 2]``, for every row of the logits the draft that it verifies and the token that it emitted,
@@ -68,7 +79,16 @@ class TracedTokens(NamedTuple):
 
 @dataclass(slots=True)
 class DrawnIds:
-    """Tokens ``[B, k]`` that were drawn one behind the other, as ids of the draft; see :func:`drawn_ids`."""
+    """The ids in the draft's vocabulary of drawn ``tokens``, side by side, and how many of them were drawn.
+
+    Attributes:
+        tokens: ``[B, k]`` each, ids of the target; they have ``D`` columns in all.
+        num_emitted: ``[B]``. For a sequence that emitted nothing, no token was drawn.
+        draft_to_target: ``[Vd]``, the target's id of every id of the draft; None if they are the same.
+
+    Returns:
+        ids ``[B, D]``, of which one that the draft does not have is 0, and their numbers ``[B]``, ``D`` or 0.
+    """
 
     tokens: list[Tensor]
     num_emitted: Tensor
@@ -77,7 +97,24 @@ class DrawnIds:
 
 @dataclass(slots=True)
 class TraceColumns:
-    """What the host is told of a step, see :func:`trace_columns`."""
+    """What the host is told of a step, int32 ``[B, 4 * count + 2]``: numbers, and the bits of float32.
+
+    The first ``count`` columns are the log-probabilities of the drafts that the step verified, under the target: 0
+    behind the last of them, and NaN where there is no row for one. The next are the drafts of the following step, -1
+    for none. Then come the log-probabilities that these were drawn with, NaN where a draft was not drawn. The next
+    column is that of the last token which the step emitted, under the target, or 0 if it emitted none. The last columns
+    are the ranks under the target of the drafts that the step verified, and that of the last token which it emitted, 0
+    for none.
+
+    Attributes:
+        logprobs: float32 ``[B, R, 2]``, those of :attr:`TracedTokens.tokens` under the target.
+        ranks: int32 ``[B, R, 2]``, those of the same tokens.
+        counts: those of :class:`TracedTokens`, ``[B, 2]``.
+        drawn: tokens ``[B, k]`` that were drawn, ids of the target.
+        drawn_logprobs: float32 ``[B, k]``, with as many columns in all.
+        drafts: ``[B, k]`` each, those of the following step.
+        count: how many drafts of a sequence a step verifies and makes.
+    """
 
     logprobs: Tensor
     ranks: Tensor
@@ -89,76 +126,9 @@ class TraceColumns:
     count: int
 
 
-def trace_tokens(
-    window: Tensor, num_rows: Tensor, num_forced: Tensor, emitted: Tensor, num_emitted: Tensor, temperature: Tensor,
-    logits: Tensor,
-) -> TracedTokens:  # fmt: skip
-    """The drafts that the ``R`` rows of ``logits`` ``[B, R, V]`` verify, and the tokens that they have emitted.
-
-    Args:
-        window: ``[B, T]``, the last token that was known, and behind it the drafts, if a sequence decodes.
-        num_rows, num_forced: ``[B]``, how many rows of the window are real, and how many of their next tokens are
-            known, which is 0 for a sequence that decodes.
-        emitted: ``[B, T]``, which begins with the known tokens. As for ``verify``, the first row of the logits is that
-            of the first token which is not known, or an earlier one if fewer than ``R`` tokens follow there.
-        num_emitted: ``[B]``.
-        temperature: ``[B]``, 0 for a greedy sequence.
-        logits: nothing but its number of rows is read.
-    """
-    traced: TracedTokens = torch.ops.specgraph.trace_tokens(
-        window, num_rows, num_forced, emitted, num_emitted, temperature, logits.shape[1]
-    )
-    return traced
-
-
-def drawn_ids(
-    tokens: list[Tensor], num_emitted: Tensor, draft_to_target: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The ids in the draft's vocabulary of drawn ``tokens``, side by side, and how many of them were drawn.
-
-    Args:
-        tokens: ``[B, k]`` each, ids of the target; they have ``D`` columns in all.
-        num_emitted: ``[B]``. For a sequence that emitted nothing, no token was drawn.
-        draft_to_target: ``[Vd]``, the target's id of every id of the draft; None if they are the same.
-
-    Returns:
-        ids ``[B, D]``, of which one that the draft does not have is 0, and their numbers ``[B]``, ``D`` or 0.
-    """
-    ids, count = torch.ops.specgraph.drawn_ids(tokens, num_emitted, draft_to_target)
-    return ids, count
-
-
-def trace_columns(
-    logprobs: Tensor, ranks: Tensor, counts: Tensor, drawn: list[Tensor], drawn_logprobs: list[Tensor],
-    drafts: list[Tensor], *, count: int,
-) -> Tensor:  # fmt: skip
-    """What the host is told of a step, int32 ``[B, 4 * count + 2]``: numbers, and the bits of float32.
-
-    The first ``count`` columns are the log-probabilities of the drafts that the step verified, under the target: 0
-    behind the last of them, and NaN where there is no row for one. The next are the drafts of the following step, -1
-    for none. Then come the log-probabilities that these were drawn with, NaN where a draft was not drawn. The next
-    column is that of the last token which the step emitted, under the target, or 0 if it emitted none. The last columns
-    are the ranks under the target of the drafts that the step verified, and that of the last token which it emitted, 0
-    for none.
-
-    Args:
-        logprobs: float32 ``[B, R, 2]``, those of :attr:`TracedTokens.tokens` under the target.
-        ranks: int32 ``[B, R, 2]``, those of the same tokens.
-        counts: those of :class:`TracedTokens`, ``[B, 2]``.
-        drawn: tokens ``[B, k]`` that were drawn, ids of the target.
-        drawn_logprobs: float32 ``[B, k]``, with as many columns in all.
-        drafts: ``[B, k]`` each, those of the following step.
-        count: how many drafts of a sequence a step verifies and makes.
-    """
-    columns: Tensor = torch.ops.specgraph.trace_columns(
-        logprobs, ranks, counts, drawn, drawn_logprobs, drafts, count=count
-    )
-    return columns
-
-
 def trace_tokens_reference(given: TraceTokens) -> TracedTokens:
     """:class:`TraceTokens` in plain PyTorch."""
-    rows, forced, emitted = given.count, given.num_forced, given.emitted
+    rows, forced, emitted = given.logits.shape[1], given.num_forced, given.emitted
     drafts = torch.nn.functional.pad(given.window[:, 1:rows], (0, 1))
     first = forced.clamp(max=emitted.shape[1] - rows)
     own = emitted.gather(1, first.unsqueeze(1) + torch.arange(rows, device=emitted.device))
@@ -299,8 +269,8 @@ def trace_tokens_triton(given: TraceTokens) -> TracedTokens:
     if batch:
         _trace_tokens_kernel[(batch,)](
             *traced, *(tensor.contiguous() for tensor in (*read, given.num_emitted, given.temperature)),
-            given.window.shape[1], given.emitted.shape[1], COUNT=given.count,
-            BLOCK=triton.next_power_of_2(given.count), PDL=pdl, num_warps=1, **launch_options(pdl),
+            given.window.shape[1], given.emitted.shape[1], COUNT=given.logits.shape[1],
+            BLOCK=triton.next_power_of_2(given.logits.shape[1]), PDL=pdl, num_warps=1, **launch_options(pdl),
         )  # fmt: skip
     return traced
 
@@ -339,7 +309,7 @@ def trace_columns_triton(given: TraceColumns) -> Tensor:
 
 
 def _trace_tokens_fake(given: TraceTokens) -> TracedTokens:
-    window, emitted, count = given.window, given.emitted, given.count
+    window, emitted, count = given.window, given.emitted, given.logits.shape[1]
     require(window.dim() == 2, lambda: f"window must be [B, T], not {window.dim()}-d")
     batch, width = window.shape
     require(0 < count <= width, lambda: f"count must be from 1 to T = {width}, not {count}")
@@ -384,6 +354,7 @@ TRACE_TOKENS = declare(
         triton_or_reference(trace_tokens_triton, trace_tokens_reference, moves_only=True),
     )
 )
+trace_tokens = TRACE_TOKENS.function
 DRAWN_IDS = declare(
     Op(
         "drawn_ids",
@@ -392,6 +363,7 @@ DRAWN_IDS = declare(
         triton_or_reference(drawn_ids_triton, drawn_ids_reference, moves_only=True),
     )
 )
+drawn_ids = DRAWN_IDS.function
 TRACE_COLUMNS = declare(
     Op(
         "trace_columns",
@@ -400,3 +372,4 @@ TRACE_COLUMNS = declare(
         triton_or_reference(trace_columns_triton, trace_columns_reference, moves_only=True),
     )
 )
+trace_columns = TRACE_COLUMNS.function

@@ -85,7 +85,7 @@ class Verified(NamedTuple):
         logprobs: their log-probabilities, float32 ``[B, K + 1]``, 0 for forced tokens and padding; ``[B, 0]`` where
             none are wanted.
         bad: int32 ``[B]``, what is wrong with the logits that a sequence needs: see
-            :class:`~specgraph.kernels.step.tokens.BadRows`.
+            :func:`~specgraph.kernels.step.tokens.bad_rows`.
     """
 
     emitted: Tensor

@@ -16,7 +16,7 @@ from specgraph.kernels.sampling.constants import STREAM_TARGET
 from specgraph.kernels.sampling.draw import Noise, draw_row
 from specgraph.kernels.sampling.kept import process_row, row_options
 from specgraph.kernels.sampling.sample import clean_logits
-from specgraph.kernels.step.tokens import BadRows, bad_rows_reference
+from specgraph.kernels.step.tokens import bad_rows
 from specgraph.kernels.verify.arguments import Verified, Verify, check
 from specgraph.kernels.verify.host import Block, blocks, laid_out
 from specgraph.kernels.verify.pieces import next_noise
@@ -79,7 +79,7 @@ def _bad_rows(given: Verify) -> Tensor:
     """
     if bool(given.logits.amax(-1).isfinite().all()):
         return given.num_rows.new_zeros(len(given.num_rows), dtype=torch.int32)
-    return bad_rows_reference(BadRows(given.logits, given.num_rows, given.num_forced, given.positions.shape[1]))
+    return bad_rows(given.logits, given.positions, given.num_rows, given.num_forced)
 
 
 def sample_next_row(

@@ -53,7 +53,7 @@ from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.sampling.kept import is_wide, process_rows
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.step.index import select_state
-from specgraph.kernels.step.tokens import BadRows, bad_rows_reference
+from specgraph.kernels.step.tokens import bad_rows
 from specgraph.kernels.verify.arguments import Verified, Verify, check
 from specgraph.kernels.verify.greedy import is_greedy, verify_greedy
 from specgraph.kernels.verify.pieces import accept, emit, residual, sample_next, token_logprobs
@@ -91,7 +91,7 @@ def _composed(given: Verify, process: Callable[..., Tensor], draw_next: Callable
     emitted, num_emitted, accepted_rows = emit(given.draft_tokens, num_accepted, token, *rows)
     raw_logits = logits if given.raw_logits is None else given.raw_logits
     logprobs = token_logprobs(raw_logits, processed, emitted, given.num_forced, logprobs=given.logprobs)
-    bad = bad_rows_reference(BadRows(logits, *rows, given.positions.shape[1]))
+    bad = bad_rows(logits, given.positions, *rows)
     return Verified(emitted, num_emitted, accepted_rows, logprobs, bad)
 
 

@@ -95,7 +95,7 @@ def _watch(probe: Program) -> list[str]:
     nodes = {role: probe.with_role(role) for role in ("logits", "drafts", "emitted", "num_emitted")}
     drafts = "drafts"
     if "verify" not in probe.facts:
-        # As long as nothing verifies, the emitted tokens are an input, and the drafts follow from that input.
+        # As long as nothing verifies, the verified tokens are an input, and the drafts follow from that input.
         nodes["emitted"] = nodes["num_emitted"] = []
         drafts = "drafts for given tokens"
     labels = {"drafts": drafts}

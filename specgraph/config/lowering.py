@@ -24,11 +24,9 @@ def settle_lowering(config: Config, device: torch.device | str, dtype: torch.dty
     given = config.lowering
     name, _ = choose_lowering(given.name, device, dtype)
     captured = name == "gpu" and _is_fast(device, dtype)
-    kernels = name == "gpu" if given.kernels is None else given.kernels
     settled = LoweringConfig(
         name=name,
-        kernels=kernels,
-        fuse_step=kernels or name != "eager" if given.fuse_step is None else given.fuse_step,
+        kernels=name == "gpu" if given.kernels is None else given.kernels,
         remainder=given.remainder or ("inductor" if name == "inductor" else "eager"),
         cuda_graph=captured if given.cuda_graph is None else given.cuda_graph,
     )

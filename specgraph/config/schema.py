@@ -71,8 +71,6 @@ class LoweringConfig:
     on a CPU if there is a C++ compiler, and else eager, as always in float64."""
     kernels: bool | None = None
     """Rewrite the graphs for our own kernels; null: as the name says."""
-    fuse_step: bool | None = None
-    """Join the small functions between the calls of the modules; null: as the name says, unless it is eager."""
     remainder: str | None = None
     """How the nodes run that none of our kernels covers, eager or inductor; null: as the name says."""
     cuda_graph: bool | None = None

@@ -56,7 +56,7 @@ class ChainDrafter(Drafter):
         inputs = self._shifted(step) if self.shifted else self._unshifted(step)
         recurrent = SETTLED_BY in bound
         if recurrent:
-            inputs[SETTLED_BY] = step.call(functions.last_row, step.num_emitted, name="last_settled")
+            inputs[SETTLED_BY] = step.last
         state = {name: node for name, node in bound.items() if name not in inputs}
         token: fx.Node | None = None
         for row in range(count):
@@ -77,8 +77,7 @@ class ChainDrafter(Drafter):
 
     def _position(self, step: DraftStep, row: int) -> fx.Node:
         """The position ``[B, 1]`` of the row in the call that makes draft number ``row``."""
-        offset = self._offset(row)
-        return step.call(functions.chain_positions, step.start, step.num_emitted, offset, name=f"position_{row}")
+        return step.position(self._offset(row), f"position_{row}")
 
     def _settled_before(self, step: DraftStep, row: int) -> fx.Node:
         """What says in the call that makes draft number ``row`` that its row, and those of the chain, are not settled.
@@ -98,12 +97,9 @@ class ChainDrafter(Drafter):
 
     def _shifted(self, step: DraftStep) -> dict[str, fx.Node]:
         """Inputs of the first call: each emitted token, with the target's features of the position before it."""
-        features, vocab = step.features(), self.model.input_ids
-        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=vocab, name="drafter_tokens")
-        hidden = step.along_path(step.call(FEATURES, *features, name="features"), "path_features")
-        last = step.call(functions.last_row, step.num_emitted, name="last")
-        return {"tokens": tokens, "positions": step.positions, "hidden": hidden, "num_rows": step.num_emitted,
-                "row": last}  # fmt: skip
+        hidden = step.call(FEATURES, *step.features(), name="features")
+        return {"tokens": step.next_tokens(self.model.input_ids), "positions": step.positions, "hidden": hidden,
+                "num_rows": step.num_emitted, "row": step.last}  # fmt: skip
 
 
 def _join(body: fx.GraphModule, head: fx.GraphModule) -> fx.GraphModule:

@@ -114,7 +114,7 @@ class DFlashDrafter(HeadDrafter):
     def _keep_context(self, step: DraftStep) -> None:
         """Append the nodes that keep keys and values of the accepted rows. The anchor is not among them."""
         features = step.call(FEATURES, *step.features(), name="features")
-        inputs = {"hidden": step.along_path(features, "path_features"), "positions": step.positions,
+        inputs = {"hidden": features, "positions": step.positions,
                   "num_rows": step.num_emitted}  # fmt: skip
         step.call(CONTEXT, **{**step.bind(CONTEXT, "draft"), **inputs}, name="context")
 

@@ -30,9 +30,8 @@ class LookupDrafter(Drafter):
         """Record what was accepted, then look the end of it up."""
         history = step.state("history", HISTORY)
         tokens, positions, rows = step.caught_up(step.target_vocab_size)
-        step.call(functions.record_tokens_, history, tokens, positions, rows, step.rows, name="record_tokens_")
-        length = step.call(functions.history_length, step.start, step.num_emitted, name="length")
-        self.look_up(step, history, length, name="proposals")
+        step.call(functions.record_tokens_, history, step.rows, tokens, positions, rows, name="record_tokens_")
+        self.look_up(step, history, step.length, name="proposals")
         return 1
 
     @classmethod

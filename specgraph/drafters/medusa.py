@@ -132,8 +132,7 @@ class MedusaDrafter(HeadDrafter):
     def build(self, step: DraftStep) -> int:
         """Append one call that gives the logits of all drafts, and draw the drafts from them."""
         (hidden,) = step.features()
-        last = step.call(functions.last_row, step.num_emitted, name="last")
-        row = step.call(functions.take_rows, step.along_path(hidden, "path_hidden"), last, 1, name="last_hidden")
+        row = step.call(functions.take_rows, hidden, step.last, 1, name="last_hidden")
         logits = step.draft(hidden=row, name="head_logits")
         step.draw(logits, 0, self.vocab_size, self.dtype, name="proposals")
         return 1

@@ -151,13 +151,12 @@ class MtpDrafter(HeadDrafter):
     def _rows(self, step: DraftStep) -> tuple[dict[str, fx.Node], list[fx.Node]]:
         """The rows of the first module, and what is kept of them by which state, for :func:`keep_rows_`."""
         (hidden,) = step.features()
-        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=self.model.input_ids, name="drafter_tokens")
-        rows = {"tokens": tokens, "positions": step.positions, "hidden": step.along_path(hidden, "path_hidden"),
-                "num_rows": step.num_emitted}  # fmt: skip
+        tokens = step.next_tokens(self.model.input_ids)
         if not self.num_kept:
-            return rows | {"row": step.call(functions.last_row, step.num_emitted, name="last")}, []
+            return {"tokens": tokens, "positions": step.positions, "hidden": hidden, "num_rows": step.num_emitted,
+                    "row": step.last}, []  # fmt: skip
         kept = self._kept(step)
-        again = step.call(functions.rerun, *kept, tokens, rows["hidden"], step.start, step.num_emitted, name="again")
+        again = step.call(functions.rerun, *kept, tokens, hidden, step.start, step.num_emitted, name="again")
         names = ("tokens", "hidden", "positions", "num_rows", "row")
         rows = {name: step.call(operator.getitem, again, i, name=f"module_{name}") for i, name in enumerate(names)}
         return rows, [*kept, rows["tokens"], rows["hidden"]]
@@ -190,7 +189,7 @@ class MtpDrafter(HeadDrafter):
         turns = self.beyond == "turns"
         # Taking turns, modules stay at the row P - 1. Else the last module goes on at the rows P, P + 1, ...
         offset = -1 if turns else index - modules
-        position = step.call(functions.chain_positions, step.start, step.num_emitted, offset, name=f"position_{index}")
+        position = step.position(offset, f"position_{index}")
         if fed is None:
             fed = step.call(functions.take_rows, inputs["hidden"], inputs["row"], 1, name=f"last_hidden_{index}")
         return {"tokens": token, "positions": position, "hidden": fed, "num_rows": step.num_emitted}

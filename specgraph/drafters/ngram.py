@@ -45,7 +45,7 @@ class NGramDrafter(LookupDrafter):
     def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
         """Propose what followed the last occurrence of the longest n-gram."""
         return step.propose(
-            functions.lookup_ngrams, history, step.rows, length, num_speculative_tokens=self.num_speculative_tokens,
+            functions.ngram_lookup, history, step.rows, length, num_speculative_tokens=self.num_speculative_tokens,
             max_ngram=self.max_ngram, min_ngram=self.min_ngram, name=name,
         )  # fmt: skip
 

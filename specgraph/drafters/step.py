@@ -4,6 +4,7 @@ draft is drawn, and what it may keep.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,11 +14,12 @@ from torch import Tensor, fx
 
 from specgraph.errors import PassError
 from specgraph.ir.drafter import SCRATCH
-from specgraph.ir.graphs import constant
+from specgraph.ir.graphs import arguments, calls, constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
 from specgraph.kernels.state import CONFIDENCE, ROW_INDEX, ROWS, Buffer, Input, per_call
+from specgraph.kernels.step.finalize import StepUpdate
 
 SAMPLING = {
     "temperature": Buffer(("B",), torch.float32),
@@ -27,9 +29,8 @@ SAMPLING = {
     "min_p": Buffer(("B",), torch.float32),
 }
 """The state that drawing a token reads."""
-PATH = "path"
-"""The input that names the accepted rows of the window, until verification computes it. Where no drafter asks for it,
-nothing does."""
+VERIFIED = "verified_tokens"
+"""The input ``[B, T]`` that holds the tokens which verification gave, padded with -1, until a pass computes them."""
 POINT_MASS = "point_mass"
 """The state, bool ``[B]``, that says which sequences' drafts are point masses although ``draft_logits`` are kept."""
 
@@ -39,9 +40,9 @@ class DraftStep:
     """A step graph whose target has run, before its drafts are proposed.
 
     Nodes, for ``B`` sequences and ``T`` rows of the window: ``emitted`` ``[B, T]``, the tokens that verification
-    emitted, padded with -1; ``num_emitted`` ``[B]``; ``path`` ``[B, T]``, the row of the window that emitted each of
-    them, padded with -1 (a chain of drafts gives 0, 1, 2, ...); ``window`` ``[B, T]``, its first column the last token
-    that was known before; ``start`` ``[B]``, the position of that one.
+    emitted, padded with -1; ``num_emitted`` ``[B]``; ``window`` ``[B, T]``, its first column the last token that was
+    known before; ``start`` ``[B]``, the position of that one. What a drafter asks of the emitted tokens comes from one
+    call, ``update``, which is one launch.
 
     Attributes:
         program: what the nodes are appended to.
@@ -60,18 +61,42 @@ class DraftStep:
         return self.program.input("start")
 
     @property
+    def update(self) -> fx.Node:
+        """The call of :func:`~specgraph.kernels.step.finalize_step`; the first one to ask for it appends it."""
+        program = self.program
+        for node in calls(program.graph, step.finalize_step):
+            return node
+        tokens = program.placeholder(VERIFIED, per_call("B", "T", fill=-1))
+        num_forced = program.placeholder("num_forced", Buffer(("B",)))
+        eos_ids = program.placeholder("eos_ids", Buffer(("B", "E"), fill=-1))
+        return self.call(step.finalize_step, tokens, self.window, self.start, num_forced, eos_ids, name="update")
+
+    @property
     def emitted(self) -> fx.Node:
-        return self.program.input("emitted")
+        return self._result("emitted", role="emitted")
 
     @property
     def num_emitted(self) -> fx.Node:
-        return self.program.input("num_emitted")
+        return self._result("num_emitted", role="num_emitted")
 
     @property
-    def path(self) -> fx.Node:
-        node = self.program.placeholder(PATH, per_call("B", "T", fill=-1))
-        node.meta["role"] = PATH
-        return node
+    def last(self) -> fx.Node:
+        """The last row ``[B]`` of the accepted ones, ``num_emitted - 1``."""
+        return self._result("last")
+
+    @property
+    def length(self) -> fx.Node:
+        """The number of accepted tokens ``[B]``. The last one is at the position ``start + num_emitted``."""
+        return self._result("length")
+
+    def _result(self, field: str, name: str | None = None, role: str | None = None) -> fx.Node:
+        """A result of ``update`` as a node, which is made when it is first asked for."""
+        update, index = self.update, StepUpdate._fields.index(field)
+        for user in update.users:
+            if user.target is operator.getitem and user.args[1] == index:
+                return user
+        with self.program.graph.inserting_after(update):
+            return self.program.call(operator.getitem, update, index, name=name or field, role=role)
 
     @property
     def rows(self) -> fx.Node:
@@ -121,15 +146,37 @@ class DraftStep:
             )
         return found
 
-    def along_path(self, values: fx.Node, name: str) -> fx.Node:
-        """The rows ``[B, T, H]`` of ``values`` that were accepted, one behind the other, in front of all others."""
-        return self.call(step.along_path, values, self.path, name=name)
+    def next_tokens(self, vocab_size: int) -> fx.Node:
+        """The input ``[B, T]`` of a shifted drafter: row ``t`` holds the token that followed the target's row ``t``.
+
+        Padding is clamped into the drafter's vocabulary. Its rows are not real.
+        """
+        self._shape_rows(shifted=True, vocab_size=vocab_size)
+        return self._result("rows", "drafter_tokens")
 
     def caught_up(self, vocab_size: int) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """All accepted tokens of this step as rows of an unshifted drafter: tokens, positions, how many are real."""
-        tokens = self.call(step.draft_inputs, self.window, self.emitted, vocab_size=vocab_size, name="drafter_tokens")
-        positions = self.call(step.row_positions, self.start, tokens, name="accepted_positions")
-        return tokens, positions, self.call(step.catch_up_rows, self.num_emitted, name="accepted_rows")
+        """All accepted tokens of this step as rows of an unshifted drafter: tokens, positions, how many are real.
+
+        The tokens ``[B, T + 1]`` are the window's first one and the emitted ones, clamped into the vocabulary.
+        """
+        self._shape_rows(shifted=False, vocab_size=vocab_size)
+        tokens, positions = self._result("rows", "drafter_tokens"), self._result("positions", "accepted_positions")
+        return tokens, positions, self._result("num_rows", "accepted_rows")
+
+    def _shape_rows(self, **options: Any) -> None:
+        """Say which rows the drafter runs. One drafter decides that."""
+        given = {name: self.update.kwargs.get(name, value) for name, value in options.items()}
+        if given != options:
+            raise PassError(f"The rows of a drafter are asked for with {given} and with {options}; ask for one kind.")
+        self.update.kwargs = {**self.update.kwargs, **options}
+
+    def position(self, offset: int, name: str) -> fx.Node:
+        """Append the position ``[B, 1]`` that is ``offset`` after the last accepted token."""
+        if offset < 0:
+            return self.call(operator.add, self.position(0, f"{name}_last"), offset, name=name)
+        chain = max(offset + 1, arguments(self.update)["chain"])
+        self.update.kwargs = {**self.update.kwargs, "chain": chain}
+        return self.call(operator.getitem, self._result("chain"), offset, name=name)
 
     def state(self, name: str, buffer: Input) -> fx.Node:
         """A state input of the step: what the drafter keeps between steps."""
@@ -192,7 +239,7 @@ class DraftStep:
         if self.program.drafter.draft_to_target is not None:
             options["draft_to_target"] = self._vocabulary(self.program.drafter.draft_to_target)
         return self.program.call(
-            step.propose_, kept, logits, self.start, self.num_emitted, *sampling, name=name or f"token_{row + 1}",
+            step.propose_, kept, logits, self.length, self.num_emitted, *sampling, name=name or f"token_{row + 1}",
             role="drafts", **options,
         )  # fmt: skip
 

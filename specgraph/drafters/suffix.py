@@ -60,7 +60,7 @@ class SuffixDrafter(LookupDrafter):
     def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
         """Propose the continuation with the highest expected number of accepted drafts."""
         return step.propose(
-            functions.lookup_suffixes, history, step.rows, length, num_speculative_tokens=self.num_speculative_tokens,
+            functions.suffix_lookup, history, step.rows, length, num_speculative_tokens=self.num_speculative_tokens,
             max_match=self.max_match, min_match=self.min_match, max_spec_factor=self.max_spec_factor,
             max_spec_offset=self.max_spec_offset, min_token_prob=self.min_token_prob, name=name,
         )  # fmt: skip

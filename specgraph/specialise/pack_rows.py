@@ -16,7 +16,6 @@ number of rows that all sequences may have together.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ SUFFIX = "_packed"
 """What the name of a module that runs packed rows has more than that of the one that runs a grid."""
 ROOM = "room"
 """The input ``[R]`` that says how many packed rows there is room for."""
-COUNTING = (step.settle, step.count_emitted, step.catch_up_rows, step.expand_draft_inputs, step.rerun)
+COUNTING = (step.finalize_step, step.expand_draft_inputs, step.rerun)
 """Functions that say how many rows of a grid are real: those that a step has accepted, which are no more than the real
 rows of the window, and as many further ones as the grid has further columns."""
 BY_ROW = ("specgraph.kernels.linear", "specgraph.kernels.attention")
@@ -302,7 +301,7 @@ def _across_rows(graph: fx.Graph) -> Iterator[fx.Node]:
     """
     for node in graph.nodes:
         op = find(node.target)
-        names = {entry.name for entry in dataclasses.fields(op.arguments)} if op is not None else set()
+        names = {entry.name for entry in op.fields} if op is not None else set()
         if node.target is step.take_rows or "cu_seqlens" in names:
             yield node
         elif "block_table" in names:

@@ -30,9 +30,6 @@ from specgraph.kernels.processors import PROCESSORS
 from specgraph.passes.base import Pass, PassResult
 from specgraph.passes.insert_processors import parameters
 
-DRAWS = (step.propose_, step.propose_at_)
-"""The functions that draw drafts from logits."""
-
 
 @dataclass(frozen=True)
 class ProcessDrafts(Pass):
@@ -44,7 +41,7 @@ class ProcessDrafts(Pass):
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules and the state stay as they are."""
         processors = [*following(program.one("logits"))]
-        draws = [node for node in program.graph.nodes if node.target in DRAWS]
+        draws = [*calls(program.graph, step.propose_)]
         if not draws or not processors:
             why = "no drafts are drawn from logits" if processors else "there are no processors"
             return PassResult(0, notes=(why,))

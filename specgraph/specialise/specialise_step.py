@@ -164,8 +164,7 @@ def _removable(program: Program, node: fx.Node, count: int) -> bool:
 
 def _number(node: fx.Node) -> int:
     """The number of the first draft that a node draws; -1 if it draws none."""
-    draws = node.target in (step.propose_, step.propose_at_)
-    return int(node.kwargs["row"]) if draws else -1  # type: ignore[arg-type]
+    return int(node.kwargs["row"]) if node.target is step.propose_ else -1  # type: ignore[arg-type]
 
 
 def _writes(module: fx.GraphModule) -> bool:

@@ -27,7 +27,6 @@ from specgraph.kernels import step
 from specgraph.passes.base import Pass, PassResult
 from specgraph.specialise.index_rows import gathered
 from specgraph.specialise.pause_step import last_processor
-from specgraph.specialise.process_drafts import DRAWS
 from specgraph.specialise.score_rows import PROCESSING, SCORE
 
 RANK = torch.ops.specgraph.rank.default
@@ -56,7 +55,7 @@ class TraceStep(Pass):
             tracer = _Tracer(program, {**sampling, "temperature": temperature})
             target = tracer.score(logits, tokens, num_rows, "target_logprobs")
             ranks = program.graph.call_function(RANK, (logits, tokens, num_rows))
-            draws = [node for node in program.graph.nodes if node.target in DRAWS]
+            draws = [*calls(program.graph, step.propose_)]
             groups = [*_together(draws)]
             drawn = [draw for group in groups for draw in group]
             drafts = arguments(advance)["drafts"]

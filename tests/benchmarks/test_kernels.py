@@ -80,7 +80,5 @@ def test_what_is_compared_with_a_library_is_the_same(sizes: Sizes) -> None:
         if case.kernel in ("linear", "rms_norm", "expert_linear"):
             for call in libraries.values():
                 assert torch.allclose(ours(), call(), atol=1e-4), case.shape  # type: ignore[arg-type]
-        if case.kernel in ("ngram_lookup", "suffix_lookup"):
-            assert all(torch.equal(ours(), call()) for call in libraries.values())  # type: ignore[arg-type]
         if case.kernel == "verify":
             assert bool((ours()[1] >= 1).all())  # type: ignore[index]

@@ -39,6 +39,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph import SpeculativeDecoder
+from specgraph.drafters.step import VERIFIED
 from specgraph.runtime.outputs.output import GenerateOutput
 from tests import harness
 from tests.decoding import compiled
@@ -182,9 +183,9 @@ def test_nothing_outside_the_sequences_is_touched(k: int) -> None:
 
 def test_a_step_in_which_nobody_is_active_changes_nothing() -> None:
     run = forced_run(drafting_stage(decoder("qwen3", 4, "probabilistic")), PROMPTS, LIMITS, seed=1, steps=6)
-    before = {name: _flat(value) for name, value in run.state.items() if name not in ("num_rows", "num_emitted")}
+    before = {name: _flat(value) for name, value in run.state.items() if name != "num_rows"}
     idle = torch.zeros(3, dtype=torch.int64)
-    state = {**run.state, "num_rows": idle, "num_emitted": idle, "emitted": torch.full((3, 5), -1)}
+    state = {**run.state, "num_rows": idle, VERIFIED: torch.full((3, 5), -1)}
     with torch.no_grad():
         run.program.step()(window=torch.ones(3, 5, dtype=torch.int64), **state)
     for name, value in before.items():

@@ -113,6 +113,13 @@ def test_modules_that_take_turns_leave_nothing_behind(
     assert tokens_of(tested) == plain_tokens()
 
 
+def test_modules_that_take_turns_run_with_every_pass() -> None:
+    config = {**CONFIG, "draft": {"kind": "mtp", "num_speculative_tokens": 5, "beyond": "turns"},
+              "lowering": {"name": "inductor", "remainder": "eager"}}  # fmt: skip
+    tested = specgraph.compile_speculative(target("llama"), config, draft=modules("llama", 2, CHAINED))
+    assert tokens_of(tested) == plain_tokens()
+
+
 @pytest.mark.parametrize(("architecture", "options"), [("mimo_v2_flash", MIMO_V2), ("step_text", STEP)])
 def test_layers_of_another_kind_than_the_targets_last(architecture: str, options: MtpOptions) -> None:
     """The target's last layer attends to everything; those of its modules have a window, and other heads."""

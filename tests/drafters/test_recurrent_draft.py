@@ -20,6 +20,7 @@ import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.drafters.chain import BODY
 from specgraph.drafters.draft_model import DraftModelDrafter
+from specgraph.drafters.step import VERIFIED
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.recurrent import hooked_recurrence
@@ -121,7 +122,7 @@ def test_a_step_in_which_nobody_is_active_changes_nothing() -> None:
     run = forced_run(drafting_stage(decoder("lfm2", 3)), PROMPTS, LIMITS, seed=1, steps=6)
     before = [buffer.clone() for buffer in run.state[DRAFT_STATES]]
     idle = torch.zeros(len(PROMPTS), dtype=torch.int64)
-    state = {**run.state, "num_rows": idle, "num_emitted": idle, "emitted": torch.full((len(PROMPTS), 4), -1)}
+    state = {**run.state, "num_rows": idle, VERIFIED: torch.full((len(PROMPTS), 4), -1)}
     with torch.no_grad():
         run.program.step()(window=torch.ones(len(PROMPTS), 4, dtype=torch.int64), **state)
     assert all(torch.equal(*pair) for pair in zip(before, run.state[DRAFT_STATES], strict=True))

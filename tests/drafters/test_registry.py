@@ -21,7 +21,6 @@ from specgraph.drafters.registry import drafter_class, drafter_classes
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
 from specgraph.ir.exporting import export_module
-from specgraph.kernels import step as functions
 from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.models import VOCAB, make_model, ragged_prompts
 
@@ -68,8 +67,7 @@ class Successors(Drafter):
         return Draft(cls(options.num_speculative_tokens, {"draft": graph}))
 
     def build(self, step: DraftStep) -> int:
-        row = step.call(functions.last_row, step.num_emitted, name="last")
-        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=VOCAB, name="drafter_tokens")
+        tokens, row = step.next_tokens(VOCAB), step.last
         last = step.call(torch.gather, tokens, 1, step.call(_column, row, name="column"), name="last_token")
         step.propose("draft", last=step.call(_flat, last, name="last_ids"), name="proposals")
         return 1

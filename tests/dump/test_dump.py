@@ -232,7 +232,7 @@ def test_the_step_of_a_draft_model_fits_a_screen():
     body = text[text.index("    ):\n") :].splitlines()[1:]
     assert len(body) <= 25
     assert all("  # " in line for line in body)
-    assert any(line.strip().startswith("token_1 = propose_at_(None, draft_0, length") for line in body)
+    assert any(line.strip().startswith("token_1 = propose_(None, draft_0, length") for line in body)
     assert 'logprobs="none", raw_logits=logits)  # (i64[B, T], i64[B], ... 5 in all), fuse_verify' in text
     assert all(len(line) <= 120 for line in text[: text.index("class Step")].splitlines())
     assert "; " not in text.replace('"""', "")

@@ -91,25 +91,26 @@ def test_the_page_says_which_pass_introduced_each_node(page: Browser, made: Made
 
 
 def test_the_panel_says_what_a_node_does_and_what_each_item_of_a_tuple_is(page: Browser, made: Made) -> None:
-    go(page, "#stage=index_rows&graph=step&node=settled")
+    go(page, "#stage=index_rows&graph=step&node=update")
     assert "Cut the verified tokens [B, T] behind an EOS" in page.text("#node dl")
-    node = next(node for node in made.decoder.stages["index_rows"].graph.nodes if node.name == "settled")
+    node = next(node for node in made.decoder.stages["index_rows"].graph.nodes if node.name == "update")
     takers = {user.args[1]: user.name for user in node.users}
     expected = [f"{shape} {takers.get(index, 'not read')}" for index, shape in enumerate(items_of(node) or ())]
-    assert page.texts("#node .items li") == expected and len(expected) == 9
+    assert page.texts("#node .items li") == expected and len(expected) == 8
     assert "b: sequences of this call; T: rows of a sequence in this call" in page.text("#node dl")
     go(page, "#stage=index_rows&graph=step&node=seeds")
     assert "input" in page.texts("#node dt") and "code" not in page.texts("#node dt")
 
 
 def test_a_node_says_what_was_there_before_and_what_took_its_place(page: Browser, made: Made) -> None:
-    removed = next(stage for stage in made.data["stages"] if stage["name"] == "fuse_step")["changes"]["step"]["removed"]
-    go(page, "#node=settled")
-    assert page.texts("#node .before a") == removed and "emitted" in removed
-    go(page, "#node=emitted")
-    assert page.texts("#node .before a") == ["emitted"]
-    go(page, "#stage=fuse_verify&graph=step&node=emitted")
-    assert "removed by fuse_step, which made emitted anew: settled[0]" in page.texts("#node li")
+    stage = next(stage for stage in made.data["stages"] if stage["name"] == "fuse_verify")
+    removed = stage["changes"]["step"]["removed"]
+    go(page, "#node=verification")
+    assert page.texts("#node .before a") == removed and "verified" in removed
+    go(page, "#node=logprobs")
+    assert page.texts("#node .before a") == ["logprobs"]
+    go(page, "#stage=insert_verify&graph=step&node=logprobs")
+    assert "removed by fuse_verify, which made logprobs anew: verification[3]" in page.texts("#node li")
 
 
 def test_a_pass_that_did_nothing_says_why(page: Browser, made: Made) -> None:
@@ -133,7 +134,7 @@ def test_nodes_whose_value_alone_has_another_size_count_as_the_same(page: Browse
 
 
 def test_no_explanation_stays_when_the_page_goes_elsewhere(page: Browser) -> None:
-    go(page, "#stage=index_rows&graph=step&node=settled")
+    go(page, "#stage=index_rows&graph=step&node=update")
     page.point("#node ul.names a")
     page.wait("!document.querySelector('#tip').hidden")
     go(page, "#node=verification")
@@ -173,7 +174,7 @@ def test_another_search_begins_with_what_was_typed_last(page: Browser) -> None:
     assert look_for(page, "num_rows") == "num_rows"
     assert "Nodes that call it, read it or were made by it" in page.text("#found") or page.texts("#found .heading")
     page.run("document.querySelector('#search').blur()")
-    assert look_for(page, "settled") == "settled"  # typing replaces the text, which is selected
+    assert look_for(page, "update") == "update"  # typing replaces the text, which is selected
 
 
 def test_a_pass_is_found_by_typing(page: Browser) -> None:

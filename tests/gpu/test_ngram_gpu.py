@@ -82,7 +82,7 @@ def test_recording_of_many_shapes(batch: int, width: int) -> None:
         n = batch if rows is None else len(rows)
         given = (tokens[:n], positions[:n], count[:n])
         found, expected = history.clone(), history.cpu()
-        record_tokens_(found, *given, rows)
+        record_tokens_(found, rows, *given)
         ngram.RECORD_TOKENS.form("reference")(expected, None if rows is None else rows.cpu(), *(t.cpu() for t in given))
         assert torch.equal(found.cpu(), expected)
 
@@ -91,7 +91,7 @@ def run_steps(state: dict[str, Tensor], out: Tensor, count: int) -> None:
     """``count`` steps of a drafter whose every draft is accepted: record the drafts (or a token), look up again."""
     for index in range(count):
         place = state["length"].unsqueeze(1) + torch.arange(4, device=DEVICE)
-        record_tokens_(state["history"], state["drafts"], place, state["num_rows"], state["rows"])
+        record_tokens_(state["history"], state["rows"], state["drafts"], place, state["num_rows"])
         state["length"] += state["num_rows"]
         drafts = torch.ops.specgraph.ngram_lookup(state["history"], state["rows"], state["length"], 4, 4, 1)
         out[index] = drafts

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.step import lookup_ngrams
+from specgraph.kernels.step import ngram_lookup
 from tests.gpu.capture import captured, no_synchronisation
 from tests.kernels.step.step_cases import moved, run_case, step_cases, tensors
 
@@ -49,10 +49,10 @@ def test_a_lookup_runs_in_a_graph_for_any_sequences() -> None:
     history = torch.randint(0, 3, (6, 64), generator=torch.Generator().manual_seed(0))
     length, rows = torch.tensor([64, 40, 2, 0]), torch.tensor([5, 0, -1, 3])
     options = {"num_speculative_tokens": 3, "max_ngram": 3, "min_ngram": 1}
-    expected = lookup_ngrams(history, rows, length, **options)
+    expected = ngram_lookup(history, rows, length, **options)
     history, rows, length = history.cuda(), rows.cuda(), length.cuda()
     with no_synchronisation():
-        found = lookup_ngrams(history, rows, length, **options)
-    graph, again = captured(lambda: lookup_ngrams(history, rows, length, **options))
+        found = ngram_lookup(history, rows, length, **options)
+    graph, again = captured(lambda: ngram_lookup(history, rows, length, **options))
     graph.replay()
     assert torch.equal(found.cpu(), expected) and torch.equal(again.cpu(), expected)

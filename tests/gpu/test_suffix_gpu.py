@@ -82,7 +82,7 @@ def run_steps(state: dict[str, Tensor], out: Tensor, count: int, *, reference: b
     look_up = REFERENCE if reference else torch.ops.specgraph.suffix_lookup
     for index in range(count):
         place = state["length"].unsqueeze(1) + torch.arange(4, device=DEVICE)
-        record_tokens_(state["history"], state["drafts"], place, state["num_rows"], state["rows"])
+        record_tokens_(state["history"], state["rows"], state["drafts"], place, state["num_rows"])
         state["length"] += state["num_rows"]
         drafts = look_up(state["history"], state["rows"], state["length"], *OPTIONS[0])
         out[index] = drafts

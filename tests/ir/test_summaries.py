@@ -30,10 +30,10 @@ def test_a_function_and_an_op_are_said_by_their_first_sentence() -> None:
     def silent() -> None:
         pass
 
-    found = summaries(_nodes(own, silent, torch.ops.specgraph.linear.default, step.last_row))
+    found = summaries(_nodes(own, silent, torch.ops.specgraph.linear.default, step.draft_tokens))
     assert found.pop("own") == "Does this and that, for Somebody."
     assert found.pop("specgraph.linear.default").startswith("activation(x @ weight.T * scale + bias) + residual")
-    assert found == {"last_row": "The last real row [B] of each sequence."}
+    assert found == {"draft_tokens": "The tokens of window [B, T] that follow the last accepted one: [B, T - 1]."}
 
 
 def test_functions_of_torch_and_of_python_are_left_out() -> None:

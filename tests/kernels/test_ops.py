@@ -164,7 +164,7 @@ def test_on_a_gpu_rows_are_independent_but_for_what_traces_hold() -> None:
     assert {name for name, op in OPS.items() if not op.batch_invariant("cuda")} == dense
     floats = {"linear", "rms_norm", "verify", "paged_attention"}
     assert not any(OPS[name].batch_invariant("cpu") for name in floats)
-    assert OPS["take_rows"].batch_invariant("cpu") and not OPS["take_rows"].batch_invariant("meta")
+    assert OPS["consecutive_rows"].batch_invariant("cpu") and not OPS["consecutive_rows"].batch_invariant("meta")
 
 
 def test_a_form_for_cpus_stands_before_the_reference_and_promises_as_much() -> None:

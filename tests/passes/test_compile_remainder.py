@@ -43,7 +43,7 @@ def test_dead_code_elimination_keeps_calls_of_compiled_modules():
     program = last(first("draft_model"), every_pass()[:3])
     program.compiled = frozenset({"draft"})
     for node in program.with_role("drafts"):
-        node.replace_all_uses_with(program.input("emitted"))
+        node.replace_all_uses_with(program.input("verified_tokens"))
         program.graph.erase_node(node)
     program.set_output(program.one("logits"))
     module = program.executable()

@@ -21,11 +21,7 @@ BEFORE = """
         max_length=max_length, caches=target_caches)
     logits = self.lm_head(hidden)
 """
-ACCEPTED = """
-    drafter_tokens = draft_inputs(window, emitted, vocab_size=101)
-    accepted_positions = row_positions(start, drafter_tokens)
-    accepted_rows = catch_up_rows(num_emitted)
-"""
+VERIFIED = "verified_tokens, window, start, num_forced, eos_ids, shifted=False, vocab_size=101"
 STATE = "block_table=block_table, max_length=max_length, caches=draft_caches"
 
 
@@ -35,35 +31,37 @@ def drafted(drafter: str, k: int = 2, rule: str = "strict") -> Program:
     return program
 
 
-def test_none_adds_the_emitted_tokens_as_inputs_and_nothing_else():
+def test_none_adds_nothing():
     program = drafted("none")
     assert text(body(program)) == text(BEFORE + "return logits")
-    assert list(program.inputs)[-2:] == ["emitted", "num_emitted"]
-    assert program.inputs["emitted"] == per_call("B", "T", fill=-1)
+    assert "verified_tokens" not in program.inputs
 
 
 def test_history_drafters_record_what_was_emitted_and_are_called_once():
     program = drafted("ngram")
-    assert text(body(program)) == text(BEFORE + ACCEPTED + """
-        step_record_tokens_(history, drafter_tokens, accepted_positions, accepted_rows, rows)
-        length = history_length(start, num_emitted)
-        proposals = lookup_ngrams(history, rows, length, num_speculative_tokens=2, max_ngram=3, min_ngram=1)
+    assert text(body(program)) == text(BEFORE + f"""
+        _, _, drafter_tokens, accepted_positions, accepted_rows, _, length, _ = finalize_step({VERIFIED})
+        step_record_tokens_(history, rows, drafter_tokens, accepted_positions, accepted_rows)
+        proposals = ngram_lookup(history, rows, length, num_speculative_tokens=2, max_ngram=3, min_ngram=1)
         return logits, proposals
     """)  # fmt: skip
     assert program.inputs["history"] == Buffer(("B", "S"), indexed=True, tokens=True)
+    assert program.inputs["verified_tokens"] == per_call("B", "T", fill=-1)
     assert not SAMPLING.keys() & program.inputs.keys()
 
 
 @pytest.mark.parametrize(("rule", "kept"), [("strict", "None"), ("typical", "None"), ("block", "draft_logits")])
 def test_a_draft_model_catches_up_and_is_called_once_per_further_draft(rule: str, kept: str):
     program = drafted("draft_model", rule=rule)
-    draw = "start, num_emitted, temperature, seeds, top_k, top_p, min_p"
+    draw = "length, num_emitted, temperature, seeds, top_k, top_p, min_p"
     end = f'rule="{rule}", target_vocab_size=101' + ("" if kept == "None" else ", rows=rows")
-    assert text(body(program)) == text(BEFORE + ACCEPTED + f"""
+    assert text(body(program)) == text(BEFORE + f"""
+        _, num_emitted, drafter_tokens, accepted_positions, accepted_rows, _, length, chain =
+            finalize_step({VERIFIED}, chain=2)
         draft_0 = self.draft({STATE}, tokens=drafter_tokens, positions=accepted_positions, num_rows=accepted_rows,
             row=num_emitted)
         token_1 = propose_({kept}, draft_0, {draw}, row=0, {end})
-        position_1 = chain_positions(start, num_emitted, 1)
+        position_1 = chain[1]
         draft_1 = self.draft({STATE}, tokens=token_1, positions=position_1, num_rows=num_emitted, row=num_emitted)
         token_2 = propose_({kept}, draft_1, {draw}, row=1, {end})
         return logits, token_1, token_2
@@ -122,7 +120,7 @@ def test_proposals_do_not_depend_on_rejected_tokens():
     program = drafted("draft_model", k=2)
     step, outputs = program.step(), []
     for rejected in (3, 77):
-        sizes = {"B": 1, "T": 4, "M": 3, "N": 3}
+        sizes = {"B": 1, "T": 4, "M": 3, "N": 3, "E": 1}
         state = {
             name: tuple(b.allocate(sizes, "cpu") for b in spec)
             if isinstance(spec, tuple)
@@ -130,9 +128,9 @@ def test_proposals_do_not_depend_on_rejected_tokens():
             for name, spec in program.inputs.items()
         }
         state |= {"block_table": torch.tensor([[2, 0, 1]]), "max_length": torch.tensor([12])}
-        state |= {"num_rows": torch.tensor([4]), "num_emitted": torch.tensor([2])}
+        state |= {"num_rows": torch.tensor([4])}
         state["window"] = torch.tensor([[5, 6, rejected, rejected]])
-        state["emitted"] = torch.tensor([[6, 9, -1, -1]])
+        state["verified_tokens"] = torch.tensor([[6, 9, -1, -1]])
         with torch.no_grad():
             outputs.append([t.item() for t in step(**state)[1:]])
     assert outputs[0] == outputs[1]

@@ -13,7 +13,6 @@ from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels.processors import PROCESSORS
 from specgraph.passes.base import Pass
-from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
@@ -76,7 +75,7 @@ def test_a_drafter_that_keeps_the_tokens_keeps_them_for_processors_too() -> None
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
-@pytest.mark.parametrize("fused", [(), (FuseVerify(),), (FuseVerify(), FuseStep())])
+@pytest.mark.parametrize("fused", [(), (FuseVerify(),)])
 def test_nothing_is_left_of_what_no_request_asks_for(drafter: str, fused: tuple[Pass, ...]) -> None:
     off = SpecialiseStep(logprobs="raw", unused=tuple(OPTIONS))
     expected = body(built(drafter, *fused, IndexRows(), SpecialiseStep(logprobs="raw")))
@@ -87,7 +86,7 @@ def test_a_drafter_keeps_the_tokens_where_no_drafts_are_made() -> None:
     off = SpecialiseStep(unused=tuple(OPTIONS), drafts=0)
     lines = body(built("ngram", FuseVerify(), InsertProcessors(), IndexRows(), off))
     assert any("record_tokens_(" in line for line in lines)
-    assert not any("lookup_ngrams(" in line or "penalise.default(" in line for line in lines)
+    assert not any("ngram_lookup(" in line or "penalise.default(" in line for line in lines)
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: next(iter(changes)))

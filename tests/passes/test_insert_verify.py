@@ -13,8 +13,6 @@ from specgraph.ir.verifier import verify_program
 from specgraph.kernels.sampling.sample import RULES
 from specgraph.kernels.state import Buffer
 from specgraph.passes.expose_features import ExposeFeatures
-from specgraph.passes.fuse_step import FuseStep
-from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
@@ -34,13 +32,12 @@ def verified(drafter: str, k: int = 2, **options: Any) -> Program:
 def test_the_pieces_stand_between_the_logits_and_the_draft():
     program = verified("ngram", rule="typical", posterior_threshold=0.2, posterior_alpha=0.4)
     assert text(body(program)) == text("""
-        positions = row_positions(start, window)
+        positions, next_positions = step_positions_and_next(start, window)
         hidden = self.target(tokens=window, positions=positions, num_rows=num_rows, block_table=block_table,
             max_length=max_length, caches=target_caches)
         needed = needed_rows(hidden, num_forced, 3)
         logits = self.lm_head(needed)
         drafts = draft_tokens(window)
-        next_positions = positions + 1
         processed = process_logits(logits, temperature, top_k, top_p, min_p)
         num_accepted = accept(processed, drafts, None, seeds, next_positions, num_rows, num_forced, rule="typical",
             posterior_threshold=0.2, posterior_alpha=0.4, acceptance_rate=0.7)
@@ -49,14 +46,10 @@ def test_the_pieces_stand_between_the_logits_and_the_draft():
         verified_tokens, _, _ = emit(drafts, num_accepted, next_token, num_rows, num_forced)
         logprobs = token_logprobs(logits, processed, verified_tokens, num_forced, logprobs="none")
         bad = bad_rows(logits, window, num_rows, num_forced)
-        emitted = cut_at_eos(verified_tokens, num_forced, eos_ids)
-        num_emitted = count_emitted(emitted)
-        drafter_tokens = draft_inputs(window, emitted, vocab_size=101)
-        accepted_positions = row_positions(start, drafter_tokens)
-        accepted_rows = catch_up_rows(num_emitted)
-        step_record_tokens_(history, drafter_tokens, accepted_positions, accepted_rows, rows)
-        length = history_length(start, num_emitted)
-        proposals = lookup_ngrams(history, rows, length, num_speculative_tokens=2, max_ngram=3, min_ngram=1)
+        emitted, num_emitted, drafter_tokens, accepted_positions, accepted_rows, _, length, _ =
+            finalize_step(verified_tokens, window, start, num_forced, eos_ids, shifted=False, vocab_size=101)
+        step_record_tokens_(history, rows, drafter_tokens, accepted_positions, accepted_rows)
+        proposals = ngram_lookup(history, rows, length, num_speculative_tokens=2, max_ngram=3, min_ngram=1)
         advance_(next_window, start, num_rows, num_forced, emitted, num_emitted, [proposals], max_length, eos_ids)
         return emitted, num_emitted, logprobs, bad
     """)
@@ -65,9 +58,9 @@ def test_the_pieces_stand_between_the_logits_and_the_draft():
     ]  # fmt: skip
 
 
-def test_emitted_tokens_are_no_inputs_any_more():
+def test_verified_tokens_are_no_input_any_more():
     program = verified("draft_model", k=2, rule="block")
-    assert not {"emitted", "num_emitted"} & program.inputs.keys()
+    assert "verified_tokens" not in program.inputs
     assert program.inputs["next_window"] == Buffer(("B", 3))
     assert program.inputs["eos_ids"] == Buffer(("B", "E"), fill=-1)
     lines = [line for line in body(program) if line.startswith(("drawn_from", "num_accepted", "weights"))]
@@ -170,38 +163,6 @@ def test_the_step_emits_what_the_reference_says_about_a_dense_forward(rule: str,
         state["next_window"][moved, 0], emitted.gather(1, (num_emitted - 1).clamp_min(0)[:, None])[moved, 0]
     )
     assert int(state["num_rows"][3]) == 0 and bool((state["num_rows"][moved] >= 1).all())
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_drafter_that_reads_the_accepted_rows_gets_them(fused: bool):
-    """The rows of the tokens, cut behind an EOS where they are."""
-    program = last(first("ngram", 2), [InsertKVCache(4), InsertDraft()])
-    program.placeholder("path", Buffer(("B", "T"), fill=-1))
-    program = last(program, [InsertVerify(), *([FuseVerify(), FuseStep()] if fused else [])])
-    verify_program(program)
-    assert "path" not in program.inputs
-    lines = " ".join(body(program))
-    if fused:
-        assert "settle(verified_tokens, window, start, num_forced, eos_ids, verified_rows, shifted=False" in lines
-    else:
-        assert "verified_tokens, _, verified_rows = emit(" in lines
-        assert "path = cut_rows(verified_rows, emitted)" in lines
-    program.set_output(program.one("emitted"), program.one("num_emitted"), program.one("path"))
-    state = state_of(program, torch.Generator().manual_seed(0))
-
-    def run() -> list[Tensor]:
-        with torch.no_grad():
-            return list(program.step()(**{name: copied(value) for name, value in state.items()}))
-
-    state["window"][0, 1] = likely = run()[0][0, 0]  # greedy, so that the first draft is accepted
-    whole = run()
-    state["eos_ids"] = likely.expand(4, 2)
-    ended = run()
-    assert whole[1].tolist()[1:] == ended[1].tolist()[1:] == [4, 5, 0]
-    assert whole[1][0] > 1 and ended[1][0] == 1
-    for emitted, number, rows in (whole, ended):
-        assert torch.equal(rows, torch.arange(5).where(emitted >= 0, -1))
-        assert [row.count(-1) for row in rows.tolist()] == [5 - n for n in number.tolist()]
 
 
 def copied(value: Any) -> Any:

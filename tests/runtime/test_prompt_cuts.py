@@ -185,10 +185,10 @@ def test_noise_of_the_first_row_is_caught(rule: str, monkeypatch: pytest.MonkeyP
 
 
 def drawn_by_the_window(
-    draft_logits: Tensor | None, logits: Tensor, start: Tensor, num_emitted: Tensor, *rest: Any, **options: Any
+    draft_logits: Tensor | None, logits: Tensor, length: Tensor, num_emitted: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
     """Drafts whose noise is keyed by the step that draws them, not by the one that verifies them."""
-    return step.propose_(draft_logits, logits, start - num_emitted, num_emitted, *rest, **options)  # type: ignore[return-value]
+    return step.propose_(draft_logits, logits, length - num_emitted, num_emitted, *rest, **options)  # type: ignore[return-value]
 
 
 class PlantBug(harness.PlantBug):

@@ -13,19 +13,18 @@ from specgraph.errors import PassError
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.kernels import step
-from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.pipeline import apply
 from specgraph.runtime.requests.processing import Processing
 from specgraph.specialise.index_rows import IndexRows
-from specgraph.specialise.process_drafts import DRAWS, ProcessDrafts
+from specgraph.specialise.process_drafts import ProcessDrafts
 from specgraph.specialise.specialise_step import SpecialiseStep
 from tests.compiler.test_pipeline import body
 from tests.passes.test_insert_processors import built
 
 ASKED = Processing(no_repeat_ngram_size=2)
-WHOLE = (FuseVerify(), InsertProcessors(), FuseStep(), IndexRows())
+WHOLE = (FuseVerify(), InsertProcessors(), IndexRows())
 
 
 def off(asked: Processing) -> SpecialiseStep:
@@ -83,7 +82,7 @@ def test_draws_of_several_drafts_each_are_refused() -> None:
 def test_tokens_that_are_recorded_too_late_are_refused() -> None:
     program = built("draft_model", *WHOLE)
     (record,) = calls(program.graph, step.record_accepted_)
-    first = next(node for node in program.graph.nodes if node.target in DRAWS)
+    first = next(node for node in program.graph.nodes if node.target is step.propose_)
     with program.graph.inserting_before(record):
         late = program.graph.call_function(torch.add, (record.args[4], first.args[2]))
     late.name = "late"

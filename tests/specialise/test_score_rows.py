@@ -11,7 +11,6 @@ from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass
-from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
@@ -24,7 +23,7 @@ from tests.compiler.test_pipeline import body, first, last, text
 EXPECTED = """
 gathered_start, gathered_num_rows, gathered_block_table, gathered_max_length, gathered_num_forced = gather_state(
     rows, [start, num_rows, block_table, max_length, num_forced], [0, 0, -1, 0, 0])
-positions = row_positions(gathered_start, window)
+positions, _ = step_positions_and_next(gathered_start, window)
 hidden = self.target(tokens=window, positions=positions, num_rows=gathered_num_rows, block_table=gathered_block_table,
     max_length=gathered_max_length, caches=target_caches)
 known_rows = rows_before_last(hidden)
@@ -53,7 +52,7 @@ def test_the_target_and_its_logits_are_left(drafter: str) -> None:
 
 
 def test_fused_passes_change_nothing_of_it() -> None:
-    lines = text(body(scored(whole("draft_model", FuseVerify(), FuseStep()))))
+    lines = text(body(scored(whole("draft_model", FuseVerify()))))
     after = text(EXPECTED)[text(EXPECTED).index("hidden") :]
     assert lines[-len(after) :] == after
 

@@ -107,7 +107,7 @@ class InFlightStep:
         """How many of the ``count`` tokens that came out of the unforced rows of a sequence are right, and why no more.
 
         All of them and None, if nothing is wrong. ``place`` is that of the sequence, ``bad`` what the step says of its
-        logits (:class:`~specgraph.kernels.step.tokens.BadRows`) and ``given`` the number of its forced tokens. A row
+        logits (:func:`~specgraph.kernels.step.tokens.bad_rows`) and ``given`` the number of its forced tokens. A row
         that no token came from does not count: it is behind a rejected draft, or behind an EOS.
         """
         errors = {} if self.pause is None else dict(self.pause.errors.get(place, {}))

@@ -30,7 +30,7 @@ def _layout() -> dict[str, Case]:
     emitted = _ids([3, EOS, 4], [EOS, 5, EOS], [-1, -1, -1])
     many_eos = torch.cat([torch.arange(20, 50), _ids(EOS, -1)]).repeat(3, 1)  # torch.isin would sort them
     mask = {"mask_token_id": 5, "count": 2}
-    settled = (emitted, tokens, _ids(5, 0, 2), _ids(0, 1, 0), many_eos)
+    verified = (emitted, tokens, _ids(5, 0, 2), _ids(0, 1, 0), many_eos)
     return {
         "row_positions": (step.row_positions, (_ids(5, 0, 2), tokens), {}),
         "positions_and_next": (step.positions_and_next, (_ids(5, 0, 2), tokens), {}),
@@ -43,18 +43,8 @@ def _layout() -> dict[str, Case]:
         "take_rows": (step.take_rows, (hidden, _ids(0, 2, -1), 1), {}),
         "draft_tokens": (step.draft_tokens, (tokens,), {}),
         "bad_rows": (step.bad_rows, (logits, tokens, _ids(3, 3, 3), _ids(0, 0, 0)), {}),
-        "cut_at_eos": (step.cut_at_eos, (emitted, _ids(0, 1, 0), _ids(*[[EOS, -1]] * 3)), {}),
-        "cut_at_eos, many": (step.cut_at_eos, (emitted, _ids(0, 1, 0), many_eos), {}),
-        "cut_rows": (step.cut_rows, (tokens, emitted), {}),
-        "count_emitted": (step.count_emitted, (emitted,), {}),
-        "draft_inputs": (step.draft_inputs, (tokens, emitted), {"vocab_size": 6}),
-        "next_tokens": (step.next_tokens, (emitted,), {"vocab_size": 6}),
-        "last_row": (step.last_row, (counts,), {}),
         "expand_draft_inputs": (step.expand_draft_inputs, (tokens, counts, hidden, torch.arange(4.0)), mask),
         "expand_draft_inputs, tokens": (step.expand_draft_inputs, (tokens, counts, None, None), mask),
-        "catch_up_rows": (step.catch_up_rows, (counts,), {}),
-        "chain_positions": (step.chain_positions, (counts, counts, 2), {}),
-        "history_length": (step.history_length, (counts, counts), {}),
         "rerun": (
             step.rerun,
             (tokens[:, :2], hidden[:, :2], _ids(2, 1, 0), tokens, hidden, _ids(5, 1, 0), counts), {},
@@ -64,12 +54,11 @@ def _layout() -> dict[str, Case]:
             step.keep_rows_,
             (tokens[:, :1].clone(), hidden[:, :1].clone(), _ids(0, 1, 1), tokens, hidden, _ids(2, 1, 0)), {},
         ),
-        "settle": (step.settle, settled, {"vocab_size": 6, "chain": 2}),
-        "settle, rows": (step.settle, (*settled, tokens), {"chain": 1}),
-        "settle, not shifted": (step.settle, settled, {"vocab_size": 6, "shifted": False}),
-        "record_tokens_": (step.record_tokens_, (torch.full((3, 5), 50), tokens, positions, counts), {}),
+        "finalize_step": (step.finalize_step, verified, {"vocab_size": 6, "chain": 2}),
+        "finalize_step, not shifted": (step.finalize_step, verified, {"vocab_size": 6, "shifted": False}),
+        "record_tokens_": (step.record_tokens_, (torch.full((3, 5), 50), None, tokens, positions, counts), {}),
         "record_tokens_, rows": (
-            step.record_tokens_, (torch.full((4, 5), 50), tokens, positions, counts, _ids(3, -1, 0)), {}
+            step.record_tokens_, (torch.full((4, 5), 50), _ids(3, -1, 0), tokens, positions, counts), {}
         ),
         "gather_state": (step.gather_state, (_ids(2, -1, 0), [hidden, counts, tokens > 4], [0.5, -1.0, 1.0]), {}),
         "scatter_state_": (
@@ -109,7 +98,6 @@ def _drawing() -> dict[str, Case]:
             "draft_to_target": vocabulary,
         }
         cases[f"propose_, {rule}"] = (step.propose_, drawn, options)
-        cases[f"propose_at_, {rule}"] = (step.propose_at_, drawn, options)
     return cases
 
 
@@ -123,8 +111,8 @@ def _lookup() -> dict[str, Case]:
     window, emitted = _ids([1, 9], [2, 9], [3, 9]), _ids([4, 5], [6, -1], [-1, -1])
     accepted = (history.clone(), window, emitted, _ids(3, 0, 2), _ids(2, 1, 0), _ids(2, -1, 0))
     return {
-        "lookup_ngrams": (step.lookup_ngrams, (history, _ids(2, -1, 0), _ids(5, 7, 1)), options),
-        "lookup_suffixes": (step.lookup_suffixes, read, suffix),
+        "ngram_lookup": (step.ngram_lookup, (history, _ids(2, -1, 0), _ids(5, 7, 1)), options),
+        "suffix_lookup": (step.suffix_lookup, read, suffix),
         "record_accepted_": (step.record_accepted_, accepted, {}),
         "prefer_found": (step.prefer_found, (found, *drawn), {}),
         "any_found": (step.any_found, (found,), {}),

@@ -27,7 +27,7 @@ def both(name: str) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_settle(seed: int) -> None:
+def test_finalize_step(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     batch, width = 1 + seed % 4, 1 + seed % 5
     tokens, count = emitted_of(generator, batch, width)
@@ -39,9 +39,8 @@ def test_settle(seed: int) -> None:
         forced,
         ids(generator, -1, 9, batch, 2),
     )
-    rows = torch.arange(width).expand(batch, -1).masked_fill(tokens < 0, -1) if seed % 2 else None
     options = {"shifted": seed % 3 > 0, "vocab_size": 7, "chain": seed % 4}
-    found, expected = (form(*given, rows, **options) for form in both("settle"))  # type: ignore[operator]
+    found, expected = (form(*given, **options) for form in both("finalize_step"))  # type: ignore[operator]
     for name, a, b in zip(expected._fields, found, expected, strict=True):
         pairs = zip(a, b, strict=True) if name == "chain" else [(a, b)]
         assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in pairs), name

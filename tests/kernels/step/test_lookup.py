@@ -36,7 +36,7 @@ def test_a_sequence_takes_all_of_its_drafts_from_one_side() -> None:
 
 def test_suffixes_are_looked_up_in_the_row_of_each_sequence() -> None:
     history = ids([7, 7, 7, 7], [1, 2, 1, 50])
-    drafts = step.lookup_suffixes(
+    drafts = step.suffix_lookup(
         history, ids(1, NONE), ids(3, 4), num_speculative_tokens=2, max_match=4, min_match=1, max_spec_factor=2.0,
         max_spec_offset=0.0, min_token_prob=0.1,
     )  # fmt: skip

@@ -17,14 +17,13 @@ Lookup = Callable[[Tensor, Tensor | None, Tensor, int, int, int], Tensor]
 Record = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
 LOOKUPS: dict[str, tuple[str, Lookup]] = {
     "reference": ("cpu", ngram.NGRAM_LOOKUP.form("reference")),
-    "cpu": ("cpu", ngram.NGRAM_LOOKUP.form("cpu")),
     "triton": (DEVICE, ngram.NGRAM_LOOKUP.form("triton")),
     "op": (DEVICE, torch.ops.specgraph.ngram_lookup),
 }
 RECORDS: dict[str, tuple[str, Record]] = {
     "reference": ("cpu", ngram.RECORD_TOKENS.form("reference")),
     "triton": (DEVICE, ngram.RECORD_TOKENS.form("triton")),
-    "op": (DEVICE, lambda history, rows, *rest: record_tokens_(history, *rest, rows)),
+    "op": (DEVICE, record_tokens_),
 }
 
 
@@ -308,7 +307,7 @@ def test_what_was_recorded_is_found() -> None:
     history, rows = torch.full((4, 32), 9, device=DEVICE), ids(2, 0).to(DEVICE)
     tokens = ids([4, 5, 6, 4, 5], [1, 1, 9, 9, 9]).to(DEVICE)
     positions = torch.arange(5, device=DEVICE).repeat(2, 1)
-    record_tokens_(history, tokens, positions, ids(5, 2).to(DEVICE), rows)
+    record_tokens_(history, rows, tokens, positions, ids(5, 2).to(DEVICE))
     found = torch.ops.specgraph.ngram_lookup(history, rows, ids(5, 2).to(DEVICE), 3, 4, 1)
     assert found.tolist() == [[6, 4, 5], [1, NONE, NONE]]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specgraph.kernels import step
 from specgraph.kernels.sampling.sample import process_logits
-from specgraph.kernels.step import step
 from specgraph.kernels.step.rows import ROW_SLOTS
-from specgraph.kernels.step.tokens import ADVANCE, BAD_ROWS, CUT_AT_EOS
+from specgraph.kernels.step.tokens import ADVANCE, cut_at_eos
 from tests.kernels.step.step_cases import moved, run_case, step_cases, tensors
 
 NONE = -1
@@ -119,8 +119,6 @@ def test_bad_rows_sees_exactly_the_rows_that_needed_rows_takes():
             taken = step.needed_rows(hidden, ids(forced), count)
             bad = step.bad_rows(taken, torch.zeros(1, width), ids(width), ids(forced))
             assert bad.tolist() == [-1 if forced <= row < forced + count else 0]
-            in_triton = BAD_ROWS.form("triton")(taken.to(DEVICE), ids(width).to(DEVICE), ids(forced).to(DEVICE), width)
-            assert torch.equal(in_triton.cpu(), bad)
 
 
 def test_the_first_needed_row_of_nothing_but_minus_infinity_is_named_by_its_place_in_the_block():
@@ -134,14 +132,12 @@ def test_the_first_needed_row_of_nothing_but_minus_infinity_is_named_by_its_plac
             bad = step.bad_rows(taken, torch.zeros(1, width), ids(width - 1), ids(forced))
             empty = [row for row in rows if forced <= row < min(forced + count, width - 1) and row != 1]
             assert bad.tolist() == [1 + min(empty) if empty else 0]
-            given = (taken, ids(width - 1), ids(forced))
-            in_triton = BAD_ROWS.form("triton")(*(tensor.to(DEVICE) for tensor in given), width)
-            assert torch.equal(in_triton.cpu(), bad) and in_triton.dtype == bad.dtype == torch.int32
+            assert bad.dtype == torch.int32
 
 
 def test_everything_after_the_first_unforced_eos_is_cut():
     emitted = ids([3, EOS, 4, EOS], [EOS, EOS, 5, 6], [EOS, 3, 4, NONE], [1, 2, 3, 8], [NONE] * 4)
-    cut = step.cut_at_eos(emitted, ids(0, 1, 1, 0, 0), ids(*[[EOS, 8, NONE]] * 5))
+    cut = cut_at_eos(emitted, ids(0, 1, 1, 0, 0), ids(*[[EOS, 8, NONE]] * 5))
     assert cut.tolist() == [
         [3, EOS, NONE, NONE],
         [EOS, EOS, NONE, NONE],  # the first one is the prompt's
@@ -149,37 +145,24 @@ def test_everything_after_the_first_unforced_eos_is_cut():
         [1, 2, 3, 8],
         [NONE] * 4,
     ]
-    assert step.count_emitted(cut).tolist() == [2, 2, 3, 4, 0]
 
 
 def test_every_sequence_ends_at_its_own_eos():
     emitted = ids([3, EOS, 4], [3, EOS, 4], [3, EOS, 4])
-    cut = step.cut_at_eos(emitted, ids(0, 0, 0), ids([EOS, NONE], [NONE, NONE], [4, 3]))
+    cut = cut_at_eos(emitted, ids(0, 0, 0), ids([EOS, NONE], [NONE, NONE], [4, 3]))
     assert cut.tolist() == [[3, EOS, NONE], [3, EOS, 4], [3, NONE, NONE]]
 
 
 def test_without_eos_ids_nothing_is_cut():
     emitted = ids([3, EOS, NONE])
-    assert torch.equal(step.cut_at_eos(emitted, ids(0), ids([NONE])), emitted)
-
-
-def test_draft_inputs_are_the_first_token_and_the_emitted_ones_inside_the_vocabulary():
-    window, emitted = ids([4, 5, 6], [8, 0, 0]), ids([5, 9, NONE], [NONE, NONE, NONE])
-    assert step.draft_inputs(window, emitted, vocab_size=9).tolist() == [[4, 5, 8, 0], [8, 0, 0, 0]]
-
-
-def test_catch_up_chain_and_history_rows():
-    start, emitted = ids(10, 3, 6), ids(3, 1, 0)
-    assert step.catch_up_rows(emitted).tolist() == [4, 2, 0]
-    assert step.chain_positions(start, emitted, 1).tolist() == [[14], [5], [7]]
-    assert step.history_length(start, emitted).tolist() == [14, 5, 7]
+    assert torch.equal(cut_at_eos(emitted, ids(0), ids([NONE])), emitted)
 
 
 def test_history_records_real_rows_up_to_its_border_and_nothing_else():
     history = torch.full((3, 5), 50)
     tokens = ids([1, 2, 3], [4, 5, 6], [7, 8, 9])
     positions = step.row_positions(ids(0, 3, 1), tokens)
-    step.record_tokens_(history, tokens, positions, ids(2, 3, 0))
+    step.record_tokens_(history, None, tokens, positions, ids(2, 3, 0))
     assert history.tolist() == [[1, 2, 50, 50, 50], [50, 50, 50, 4, 5], [50] * 5]
 
 
@@ -188,7 +171,7 @@ def test_history_records_at_most_what_is_real_however_the_rows_lie():
     for start in range(8):
         positions = step.row_positions(ids(start, start, start, start), tokens)
         history = torch.full((4, 6), 50)
-        step.record_tokens_(history, tokens, positions, ids(0, 1, 3, 4))
+        step.record_tokens_(history, None, tokens, positions, ids(0, 1, 3, 4))
         expected = torch.full((4, 10 + start), 50)
         for row, count in enumerate((0, 1, 3, 4)):
             expected[row, start : start + count] = tokens[row, :count]
@@ -197,9 +180,9 @@ def test_history_records_at_most_what_is_real_however_the_rows_lie():
 
 def propose(kept: Tensor | None, logits: Tensor, *, row: int, num_emitted: Tensor, rule: str = "block") -> Tensor:
     """Two sequences: greedy, and drawn at temperature 1."""
-    temperature, seeds, start = torch.tensor([0.0, 1.0]), ids(1, 2), ids(4, 9)
+    temperature, seeds, length = torch.tensor([0.0, 1.0]), ids(1, 2), ids(4, 9)
     options = {"row": row, "rule": rule, "target_vocab_size": 4}
-    return step.propose_(kept, logits, start, num_emitted, temperature, seeds, None, None, None, **options)
+    return step.propose_(kept, logits, length, num_emitted, temperature, seeds, None, None, None, **options)
 
 
 def test_proposals_keep_what_they_were_drawn_from_in_their_row_of_active_sequences():
@@ -303,14 +286,15 @@ def test_more_drafts_than_the_window_has_room_for_are_refused():
 
 
 def test_functions_that_write_say_what_nothing_may_read_afterwards():
-    assert {f.__name__: final for f, final in step.FINAL_WRITES.items() if f.__module__ == step.__name__} == {
+    assert {f.__name__: final for f, final in step.FINAL_WRITES.items() if f.__module__.startswith(step.__name__)} == {
+        "record_accepted_": (),
         "record_tokens_": (),
+        "store_drafted_": ("draft_logits",),
         "scatter_state_": ("buffers",),
         "keep_confidence_": ("confidence",),
         "keep_point_mass_": ("point_mass",),
         "keep_rows_": ("kept_tokens", "kept_hidden", "num_kept"),
         "propose_": ("draft_logits",),
-        "propose_at_": ("draft_logits",),
         "advance_": ("next_window", "start", "num_rows", "num_forced"),
     }
 
@@ -329,9 +313,9 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
     slots = (draw(-9, 40, batch, width), draw(0, width + 1, batch), draw(-1, 9, batch, 3), draw(1, 40, batch))
     emitted, eos_ids, forced = draw(0, 8, batch, width), draw(-1, 8, batch, num_eos), draw(0, 3, batch)
     emitted[:, width // 2 :] = NONE
-    cut = CUT_AT_EOS.form("reference")(emitted, forced, eos_ids)
+    cut = cut_at_eos(emitted, forced, eos_ids)
     state = (draw(0, 9, batch, count + 1), draw(0, 20, batch), draw(0, 5, batch), forced)
-    given = (cut, step.count_emitted(cut))
+    given = (cut, (cut >= 0).sum(1))
     drafts = list(draw(-1, 9, batch, count).split(1 + seed % 2, dim=1))
     drafts = drafts[: len(drafts) - seed % 3 // 2]  # the last ones may be missing
     limits = (draw(5, 30, batch), eos_ids)
@@ -342,21 +326,18 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
     # Every kernel is launched before anything is compared: a test ends at its first difference, also where kernels are
     # only compiled.
     found = ROW_SLOTS.form("triton")(*there(slots), block_size=4)
-    found_cut = CUT_AT_EOS.form("triton")(*there((emitted, forced, eos_ids)))
     moved_state = there(state)
     ADVANCE.form("triton")(*moved_state, *there(given), there(drafts), *there(limits))
     ADVANCE.form("reference")(*state, *given, drafts, *limits)
     assert torch.equal(found.cpu(), ROW_SLOTS.form("reference")(*slots, block_size=4))
-    assert torch.equal(found_cut.cpu(), cut)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(moved_state, state, strict=True))
 
 
 def test_the_ops_are_registered_as_they_behave():
     ops, checks = torch.ops.specgraph, ("test_schema", "test_faketensor")
     cases = step_cases()
-    for name in ("row_slots", "cut_at_eos"):
-        _, args, options = moved(cases[name], DEVICE)
-        torch.library.opcheck(getattr(ops, name), args, options, test_utils=checks)
+    _, args, options = moved(cases["row_slots"], DEVICE)
+    torch.library.opcheck(ops.row_slots, args, options, test_utils=checks)
     _, args, _ = moved(cases["advance_"], DEVICE)
     torch.library.opcheck(ops.advance, args, test_utils=checks)
 

@@ -19,7 +19,6 @@ ONE = 1 << 30
 Lookup = Callable[..., Tensor]
 LOOKUPS: dict[str, tuple[str, Lookup]] = {
     "reference": ("cpu", suffix.SUFFIX_LOOKUP.form("reference")),
-    "cpu": ("cpu", suffix.SUFFIX_LOOKUP.form("cpu")),
     "triton": (DEVICE, suffix.SUFFIX_LOOKUP.form("triton")),
     "op": (DEVICE, torch.ops.specgraph.suffix_lookup),
 }
@@ -285,7 +284,7 @@ def test_more_sequences_than_counters_are_left_to_the_reference() -> None:
 def test_what_was_recorded_is_found() -> None:
     history, rows = torch.full((4, 32), 9, device=DEVICE), ids(2, 0).to(DEVICE)
     tokens = ids([4, 5, 6, 4, 5], [1, 1, 9, 9, 9]).to(DEVICE)
-    record_tokens_(history, tokens, torch.arange(5, device=DEVICE).repeat(2, 1), ids(5, 2).to(DEVICE), rows)
+    record_tokens_(history, rows, tokens, torch.arange(5, device=DEVICE).repeat(2, 1), ids(5, 2).to(DEVICE))
     found = torch.ops.specgraph.suffix_lookup(history, rows, ids(5, 2).to(DEVICE), 3, 4, 1, 2.0, 0.0, 0.1)
     assert found.tolist() == [[6, 4, 5], [1, NONE, NONE]]
 

@@ -21,7 +21,7 @@ from specgraph.kernels.sampling.sample import (
     process_logits,
     sample,
 )
-from specgraph.kernels.step.tokens import BAD_ROWS
+from specgraph.kernels.step.tokens import bad_rows
 from specgraph.kernels.verify import Verified, Verify, invert_vocabulary
 from specgraph.kernels.verify.verify_triton import covers, verify_triton
 from tests.kernels.verify.definition import verified
@@ -369,7 +369,7 @@ def test_sequences_with_nan_among_the_logits_they_need(rule: str) -> None:
     given["logits"][3, 0, 7], given["logits"][3, 1, 8] = torch.inf, -torch.inf
     found = launch(given, rule).bad
     assert found.tolist() == [-1, 0, 0, 0, -1, 0]
-    assert torch.equal(found, BAD_ROWS.form("reference")(given["logits"], given["num_rows"], given["num_forced"], 3))
+    assert torch.equal(found, bad_rows(given["logits"], given["positions"], given["num_rows"], given["num_forced"]))
 
 
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "typical", "synthetic", "block"])
@@ -385,7 +385,7 @@ def test_the_first_row_without_a_token_is_told(rule: str, temperature: float) ->
     given["logits"][4, 2, 5] = torch.nan
     found = launch(given, rule).bad
     assert found.tolist() == [2, 3, 0, 0, -1]
-    assert torch.equal(found, BAD_ROWS.form("reference")(given["logits"], given["num_rows"], given["num_forced"], 3))
+    assert torch.equal(found, bad_rows(given["logits"], given["positions"], given["num_rows"], given["num_forced"]))
 
 
 def test_what_is_covered() -> None:

@@ -1,7 +1,7 @@
-"""``specgraph::settle``: everything that follows from the verified tokens, for the next step and for the drafter.
+"""``specgraph::finalize_step``: all that follows from the verified tokens, for the next step and for the drafter.
 
-It is what :mod:`specgraph.kernels.step.step` computes function by function (``cut_at_eos``, ``count_emitted`` and the
-functions of their results), in one launch. A program computes one sequence, so sequences do not influence each other.
+As separate ATen operations these results would take about 20 launches. A program computes one sequence, so sequences do
+not influence each other.
 """
 
 # Triton's functions have no types.
@@ -22,12 +22,14 @@ from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import cut_tokens, is_small
 from specgraph.kernels.step.rows import positions_of
-from specgraph.kernels.step.tokens import CutAtEos, cut_at_eos_reference, cut_row
+from specgraph.kernels.step.tokens import cut_at_eos, cut_row
 
 
 @dataclass(slots=True)
-class Settle:
-    """What follows from the verified ``tokens`` ``[B, T]``, for the next step and for the drafter.
+class FinalizeStep:
+    """Cut the verified ``tokens`` ``[B, T]`` behind an EOS, count them, and give what drafter and next step take.
+
+    :class:`StepUpdate` has the results.
 
     Attributes:
         tokens: padded with -1.
@@ -35,7 +37,6 @@ class Settle:
         start: ``[B]``, the position of its first row.
         num_forced: ``[B]``, how many of the tokens were given.
         eos_ids: ``[B, E]``, each sequence's own, padded with -1.
-        accepted_rows: ``[B, T]``, the rows that gave the tokens, padded with -1; None: nobody asks for them.
         shifted: whether the drafter's row ``t`` takes token ``t + 1``; else it takes the window's first token, too.
         vocab_size: the drafter's, into which padding is clamped.
         chain: how many positions behind the accepted tokens are wanted.
@@ -46,20 +47,18 @@ class Settle:
     start: Tensor
     num_forced: Tensor
     eos_ids: Tensor
-    accepted_rows: Tensor | None = None
     _: KW_ONLY
-    shifted: bool
-    vocab_size: int
-    chain: int
+    shifted: bool = True
+    vocab_size: int = 1
+    chain: int = 0
 
 
-class Settled(NamedTuple):
-    """What :class:`Settle` gives.
+class StepUpdate(NamedTuple):
+    """What :class:`FinalizeStep` gives.
 
     Attributes:
         emitted: the emitted tokens ``[B, T]``: everything after the first unforced EOS is -1.
         num_emitted: their number ``n`` ``[B]``.
-        accepted_rows: the rows that gave them ``[B, T]``, -1 behind the last; ``[B, 0]`` where none were given.
         rows: the drafter's rows ``[B, T]`` if shifted, else ``[B, T + 1]``.
         positions: their positions, from ``start`` on.
         num_rows: how many of them are real ``[B]``: ``n`` if shifted, else ``n + 1``, or 0 where nothing is emitted.
@@ -70,7 +69,6 @@ class Settled(NamedTuple):
 
     emitted: Tensor
     num_emitted: Tensor
-    accepted_rows: Tensor
     rows: Tensor
     positions: Tensor
     num_rows: Tensor
@@ -79,35 +77,31 @@ class Settled(NamedTuple):
     chain: list[Tensor]
 
 
-def settle_reference(given: Settle) -> Settled:
-    """:class:`Settle` in plain PyTorch."""
+def finalize_reference(given: FinalizeStep) -> StepUpdate:
+    """:class:`FinalizeStep` in plain PyTorch."""
     start, shifted = given.start, given.shifted
-    emitted = cut_at_eos_reference(CutAtEos(given.tokens, given.num_forced, given.eos_ids))
+    emitted = cut_at_eos(given.tokens, given.num_forced, given.eos_ids)
     count = (emitted >= 0).sum(1)
-    known = given.accepted_rows
-    kept = emitted.new_empty((len(emitted), 0)) if known is None else torch.where(emitted >= 0, known, -1)
     rows = (emitted if shifted else torch.cat([given.window[:, :1], emitted], 1)).clamp(0, given.vocab_size - 1)
     places = positions_of(start, rows.shape[1], 1)[0]
     real = count.clone() if shifted else torch.where(count > 0, count + 1, 0)
     ahead = positions_of(start + count, 1, given.chain)
-    return Settled(emitted, count, kept, rows, places, real, count - 1, start + count + 1, ahead)
+    return StepUpdate(emitted, count, rows, places, real, count - 1, start + count + 1, ahead)
 
 
-def settle_cpu(given: Settle) -> Settled:
-    """:class:`Settle` of few rows, in Python."""
+def finalize_cpu(given: FinalizeStep) -> StepUpdate:
+    """:class:`FinalizeStep` of few rows, in Python."""
     starts = given.start.tolist()
     each = zip(given.tokens.tolist(), given.num_forced.tolist(), given.eos_ids.tolist(), strict=True)
     emitted = [cut_tokens(row, forced, ends) for row, forced, ends in each]
     heads = [[]] * len(emitted) if given.shifted else given.window[:, :1].tolist()
     rows = [_clamped(head + row, given.vocab_size) for head, row in zip(heads, emitted, strict=True)]
     counts = [sum(token >= 0 for token in row) for row in emitted]
-    make, known = given.tokens.new_tensor, given.accepted_rows
-    kept = make([[]] * len(emitted)) if known is None else torch.where(make(emitted) >= 0, known, -1)
+    make = given.tokens.new_tensor
     after = [start + count for start, count in zip(starts, counts, strict=True)]
-    return Settled(
+    return StepUpdate(
         emitted=make(emitted),
         num_emitted=make(counts),
-        accepted_rows=kept,
         rows=make(rows),
         positions=make([list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=True)]),
         num_rows=make([count + (count > 0 and not given.shifted) for count in counts]),
@@ -122,9 +116,9 @@ def _clamped(tokens: list[int], vocab_size: int) -> list[int]:
 
 
 @triton.jit
-def _settle_kernel(
-    emitted, num_emitted, kept_rows, rows, positions, num_rows, last, accepted, ahead,
-    tokens, window, start, num_forced, eos_ids, accepted_rows, width, window_width, vocab,
+def _finalize_kernel(
+    emitted, num_emitted, rows, positions, num_rows, last, accepted, ahead,
+    tokens, window, start, num_forced, eos_ids, width, window_width, vocab,
     NUM_EOS: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One sequence per program."""
@@ -138,14 +132,10 @@ def _settle_kernel(
     count = tl.sum((token >= 0).to(tl.int64), axis=0)
     begin = tl.load(start + b)
     known = tl.minimum(tl.maximum(token, 0), vocab - 1)
-    if accepted_rows is not None:
-        given_by = tl.load(accepted_rows + b * width + row, mask=inside, other=-1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(emitted + b * width + row, token, mask=inside)
     tl.store(num_emitted + b, count)
-    if accepted_rows is not None:
-        tl.store(kept_rows + b * width + row, tl.where(token >= 0, given_by, -1), mask=inside)
     if SHIFTED:
         tl.store(rows + b * width + row, known, mask=inside)
         tl.store(positions + b * width + row, begin + row, mask=inside)
@@ -162,26 +152,25 @@ def _settle_kernel(
         tl.store(ahead[index] + b, begin + count + index)
 
 
-def settle_triton(given: Settle) -> Settled:
-    """:class:`Settle` in one kernel."""
+def finalize_triton(given: FinalizeStep) -> StepUpdate:
+    """:class:`FinalizeStep` in one kernel."""
     tokens, window, eos_ids = given.tokens, given.window, given.eos_ids
     batch, width = tokens.shape
     if tokens.numel() == 0:
-        return settle_reference(given)
-    settled = _settle_fake(given)
-    *outputs, ahead = settled
+        return finalize_reference(given)
+    update = _finalize_fake(given)
+    *outputs, ahead = update
     read = (tensor.contiguous() for tensor in (tokens, window, given.start, given.num_forced, eos_ids))
-    accepted_rows = None if given.accepted_rows is None else given.accepted_rows.contiguous()
     pdl = supports_pdl(tokens.device)
-    _settle_kernel[(batch,)](
-        *outputs, tuple(ahead), *read, accepted_rows, width, window.shape[1], given.vocab_size,
+    _finalize_kernel[(batch,)](
+        *outputs, tuple(ahead), *read, width, window.shape[1], given.vocab_size,
         NUM_EOS=eos_ids.shape[1], SHIFTED=given.shifted, BLOCK=triton.next_power_of_2(width + 1), CHAIN=given.chain,
         PDL=pdl, num_warps=1 if width < 256 else 4, **launch_options(pdl),
     )  # fmt: skip
-    return settled
+    return update
 
 
-def _settle_fake(given: Settle) -> Settled:
+def _finalize_fake(given: FinalizeStep) -> StepUpdate:
     tokens, eos_ids = given.tokens, given.eos_ids
     require(tokens.dim() == 2 and eos_ids.dim() == 2, lambda: "tokens must be [B, T], eos_ids [B, E]")
     batch, width = tokens.shape
@@ -192,25 +181,22 @@ def _settle_fake(given: Settle) -> Settled:
         ("eos_ids", eos_ids),
     ):
         check_batch(name, values, batch)
-    if given.accepted_rows is not None:
-        rows = given.accepted_rows
-        require(rows.shape == tokens.shape, lambda: f"accepted_rows must be {[batch, width]}, not {list(rows.shape)}")
     wide = (batch, width if given.shifted else width + 1)
-    kept = (batch, 0 if given.accepted_rows is None else width)
-    shapes = ((batch, width), (batch,), kept, wide, wide, (batch,), (batch,), (batch,))
+    shapes = ((batch, width), (batch,), wide, wide, (batch,), (batch,), (batch,))
     ahead = [tokens.new_empty(batch, 1) for _ in range(given.chain)]
-    return Settled(*(tokens.new_empty(shape) for shape in shapes), ahead)  # type: ignore[call-arg, arg-type]
+    return StepUpdate(*(tokens.new_empty(shape) for shape in shapes), ahead)  # type: ignore[call-arg, arg-type]
 
 
-SETTLE = declare(
+FINALIZE_STEP = declare(
     Op(
-        "settle",
-        Settle,
-        _settle_fake,
+        "finalize_step",
+        FinalizeStep,
+        _finalize_fake,
         with_cpu(
-            triton_or_reference(settle_triton, settle_reference, moves_only=True),
-            settle_cpu,
+            triton_or_reference(finalize_triton, finalize_reference, moves_only=True),
+            finalize_cpu,
             covers=lambda given: is_small(given.tokens),
         ),
     )
 )
+finalize_step = FINALIZE_STEP.function
