@@ -1,4 +1,4 @@
-"""Linear layers on a CPU run a product that is faster for the few rows of a decode step.
+"""Linear layers on a CPU run a product that is faster for the few rows of a decode step, if their scheme has one.
 
 :mod:`specgraph.kernels.linear.few_rows` says why. Only float32 gains: PyTorch gives lower precision to another library,
 and float64 is for checking.
@@ -11,13 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from specgraph.ir.graphs import calls
+from specgraph.ir.linear import linears
 from specgraph.ir.program import Program
-from specgraph.kernels.linear.few_rows import few_rows_linear
-from specgraph.passes.base import Pass, PassResult
-from specgraph.passes.common.patterns import aten, dtype_of
-
-LINEAR = aten.linear.default
+from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.passes.common.patterns import dtype_of
 
 
 @dataclass(frozen=True)
@@ -29,14 +26,18 @@ class FewRows(Pass):
     exact: ClassVar[bool] = False
 
     def apply(self, program: Program) -> PassResult:
-        """Let every linear layer in float32 call ``few_rows_linear``, if the target is on a CPU."""
+        """Let every linear layer in float32 call the form for few rows, if the target is on a CPU."""
         if program.target.device.type != "cpu":
             return PassResult(0, notes=("the target is not on a CPU",))
-        matches = 0
-        for _, module in program.modules.where(lambda graph: any(calls(graph, LINEAR))):
-            for node in calls(module.graph, LINEAR):
-                if dtype_of(node) == torch.float32:
-                    node.target = few_rows_linear
-                    matches += 1
+        matches, misses = 0, []
+        for name, module in program.modules.where(lambda graph: any(linear.is_traced for linear in linears(graph))):
+            for linear in linears(module.graph):
+                if not linear.is_traced or dtype_of(linear.node) != torch.float32:
+                    continue
+                if linear.scheme.few_rows is None:
+                    misses.append(NearMiss(f"{name}.{linear.node.name}", f"{linear.scheme.name} has no such product"))
+                    continue
+                linear.node.target = linear.scheme.few_rows
+                matches += 1
             module.recompile()
-        return PassResult(matches)
+        return PassResult(matches, near_misses=tuple(misses))

@@ -6,6 +6,8 @@ residual, and the parts of a norm after it.
 
 The pass then looks at every remaining floating-point node. Under ``numerics: bitwise``, a node whose rows may depend on
 the number of rows is an error. Under ``numerics: fast``, such a node stays as it is.
+
+A linear layer whose scheme (:mod:`specgraph.ir.linear`) has no op that takes in its neighbours stays as it was traced.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from torch import Tensor, fx, nn
 
 import specgraph.kernels.linear.concat
 import specgraph.kernels.linear.embedding
-import specgraph.kernels.linear.experts
 import specgraph.kernels.linear.norm  # noqa: F401  (all register ops)
 from specgraph.compat import OpOverload
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import arguments, calls, get_attribute, set_attribute
+from specgraph.ir.linear import DENSE, Linear, describe, linears
 from specgraph.ir.program import Program
 from specgraph.kernels import ops
 from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
 from specgraph.kernels.linear.linear import ACTIVATIONS
-from specgraph.passes.base import LoweringPass, PassResult
+from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.common.gate_norms import gate_norms
 from specgraph.passes.common.group_norms import group_norms
 from specgraph.passes.common.patterns import (
@@ -47,11 +49,8 @@ from specgraph.passes.common.patterns import (
 )
 from specgraph.passes.common.reductions import ONE_LAUNCH, ORDERED, lower_reductions
 
-LINEAR = torch.ops.specgraph.linear.default
 CONCAT = torch.ops.specgraph.concat.default
 EMBEDDING = torch.ops.specgraph.embedding.default
-LINEAR_NORM = torch.ops.specgraph.linear_norm.default
-EXPERT_LINEAR = torch.ops.specgraph.expert_linear.default
 NORM_PARTS = torch.ops.specgraph.norm_parts.default
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 PAIR = torch.ops.specgraph.rms_norm_pair.default
@@ -74,13 +73,11 @@ ROW_WISE = frozenset({
 
 
 @dataclass
-class _Linear:
+class _Joined:
     """A linear layer and the neighbours that are joined to it. The joined op replaces ``end``, the last of them."""
 
     end: fx.Node
     x: Any
-    weight: Any
-    bias: Any = None
     residual: Any = None
     sum_sq: Any = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -106,12 +103,12 @@ class LowerKernels(LoweringPass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every module. Under ``bitwise``, refuse a node whose rows may depend on the number of rows."""
-        chosen, left = Counter[str](), Counter[str]()
+        chosen, left, misses = Counter[str](), Counter[str](), list[NearMiss]()
         bitwise = self.numerics == "bitwise"
         for name, module in program.modules.items():
             _turn_weights(module)
             _turn_products(module.graph)
-            _lower_linears(module, chosen)
+            misses += [NearMiss(f"{name}.{node}", reason) for node, reason in _lower_linears(module, chosen)]
             _pair_norms(module, chosen)
             _join_norms(module, chosen)
             gate_norms(module, chosen)
@@ -125,7 +122,7 @@ class LowerKernels(LoweringPass):
             module.recompile()
         why = f"left as they are, though a row's bits may depend on the other rows: {', '.join(_counted(left))}"
         notes = (*_counted(chosen), *([why] if left else []), *_slower(program.target.device))
-        return PassResult(chosen.total(), notes=notes)
+        return PassResult(chosen.total(), near_misses=tuple(misses), notes=notes)
 
 
 def _counted(counts: Counter[str]) -> tuple[str, ...]:
@@ -161,7 +158,7 @@ def _turn_weights(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             attribute = graph.get_attr(f"{name}_turned")
             attribute.meta["val"] = turned
-            replace(graph, node, graph.call_function(aten.linear.default, (x, attribute, bias)))
+            replace(graph, node, graph.call_function(DENSE.traced, (x, attribute, bias)))
 
 
 def _turn_products(graph: fx.Graph) -> None:
@@ -172,41 +169,54 @@ def _turn_products(graph: fx.Graph) -> None:
         if weight_name(weight) is None or turned is None or tuple(turned.args[1:]) not in ((1, 2), (2, 1)):
             continue
         with graph.inserting_before(node):
-            rows = graph.call_function(aten.linear.default, (turned.args[0], weight, None))
+            rows = graph.call_function(DENSE.traced, (turned.args[0], weight, None))
             rows.meta["val"] = node.meta["val"].transpose(1, 2)
             replace(graph, node, graph.call_function(aten.transpose.int, (rows, 1, 2)))
 
 
-def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
-    graph = module.graph
+def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> list[tuple[str, str]]:
+    """Lower every linear layer; returns those that stay as they are, by name, with the reason."""
+    graph, stay = module.graph, []
     norms: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
-    for node in list(calls(graph, aten.linear.default)):
-        x, weight, bias = (*node.args, None)[:3]
-        linear = _Linear(node, x, weight, bias)
-        taken = _take_norm(linear, norms), _take_activation(linear), _take_residual(linear)
+    for linear in linears(graph):
+        if not linear.is_traced:
+            continue
+        if linear.scheme.lowered is None:
+            stay.append((linear.node.name, f"no op of {linear.scheme.name} weights takes in the nodes around it"))
+            continue
+        joined = _Joined(linear.node, linear.x)
+        taken = _take_norm(joined, norms), _take_activation(joined), _take_residual(joined)
         parts = [part for part in taken if part]
-        if weight_name(linear.weight) is None:  # computed in the step, such as a cast one
-            linear.options["constant_weight"] = False
-        with graph.inserting_before(linear.end):
-            given = (linear.x, linear.weight, linear.bias, linear.residual, linear.sum_sq)
-            new = graph.create_node("call_function", LINEAR, given, linear.options, name="linear")
-        replace(graph, linear.end, new)
+        if any(weight_name(tensor) is None for tensor in linear.weight):  # computed in the step, such as a cast one
+            joined.options["constant_weight"] = False
+        with graph.inserting_before(joined.end):
+            given = (joined.x, *linear.weight, linear.bias, joined.residual, joined.sum_sq)
+            new = graph.create_node("call_function", linear.scheme.lowered, given, joined.options, name="linear")
+        replace(graph, joined.end, new)
         chosen[" + ".join(["linear", *parts])] += 1
+    return stay
 
 
-def _take_norm(linear: _Linear, parts: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> str | None:
+def _take_norm(linear: _Joined, parts: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> str | None:
     """Join the norm before the linear, if only linears read it. ``parts`` collects the parts of norms found so far."""
     norm = producer(linear.x, RMS_NORM)
     # In float16 the product of weight and input could overflow, because the scale comes only afterwards.
     if norm is None or norm.args[1] is None or dtype_of(norm) == torch.float16:
         return None
-    if any(user.target not in (aten.linear.default, LINEAR) or user.args[0] is not norm for user in norm.users):
+    if not all(_scales(describe(user), norm) for user in norm.users):
         return None
     if norm not in parts:
         parts[norm] = _norm_parts(norm)
     linear.x, linear.sum_sq = parts[norm]
     linear.options["norm_eps"] = norm.kwargs["eps"]
     return "norm"
+
+
+def _scales(linear: Linear | None, norm: fx.Node) -> bool:
+    """Whether a reader of a norm is a linear layer of its result, whose op can take the scale in."""
+    if linear is None or linear.expert_ids is not None or linear.scheme.lowered is None:
+        return False
+    return linear.x is norm and norm not in linear.constants
 
 
 def _norm_parts(norm: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -223,24 +233,26 @@ def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
     """Let a linear compute the parts of the norm that reads its output, wherever a linear produces that input."""
     graph = module.graph
     for parts in list(calls(graph, NORM_PARTS)):
-        linear = producer(parts.args[0], LINEAR)
-        if linear is None:
+        x: Any = parts.args[0]
+        linear = describe(x)
+        if linear is None or linear.node.target is not linear.scheme.lowered or linear.scheme.with_norm is None:
             chosen["norm apart"] += 1
             continue
-        with graph.inserting_before(linear):
+        with graph.inserting_before(x):
             read: Any = parts.args[1]
             weight = keep_meta(graph.get_attr(str(read.target)), read)  # the norm's own node may come later
-            given = (*linear.args[:2], weight, *linear.args[2:])
-            options = {**linear.kwargs, **parts.kwargs}
-            joined = graph.create_node("call_function", LINEAR_NORM, given, options, name="linear_norm")
+            behind = (linear.bias, linear.epilogue["residual"], linear.epilogue["sum_sq"])
+            given = (linear.x, *linear.weight, weight, *behind)
+            options = {**x.kwargs, **parts.kwargs}
+            joined = graph.create_node("call_function", linear.scheme.with_norm, given, options, name="linear_norm")
             out, weighted, sum_sq = (graph.call_function(operator.getitem, (joined, i)) for i in range(3))
-        replace(graph, linear, out)
+        replace(graph, x, out)
         for user in list(parts.users):
             replace(graph, user, sum_sq if user.args[1] else weighted)
         chosen["norm joined to the linear before"] += 1
 
 
-def _take_activation(linear: _Linear) -> str | None:
+def _take_activation(linear: _Joined) -> str | None:
     """Join ``act(linear)``, or ``act(gate) * up`` of a merged linear; returns its name."""
     user = only_user(linear.end)
     if user is None:
@@ -254,7 +266,7 @@ def _take_activation(linear: _Linear) -> str | None:
     return name
 
 
-def _take_gate(linear: _Linear, split: fx.Node) -> str | None:
+def _take_gate(linear: _Joined, split: fx.Node) -> str | None:
     parts = {user.args[1]: user for user in split.users if user.target is operator.getitem}
     sizes, dim = split.args[1], arguments(split)["dim"]
     if split.target is aten.chunk.default:
@@ -282,7 +294,7 @@ def _activation(node: fx.Node) -> str | None:
     return {aten.silu.default: "silu", aten.relu.default: "relu"}.get(node.target)  # type: ignore[call-overload, no-any-return]
 
 
-def _take_residual(linear: _Linear) -> str | None:
+def _take_residual(linear: _Joined) -> str | None:
     """Join the addition that follows, if it adds a tensor of the same shape and dtype."""
     add = only_user(linear.end)
     if add is None or add.target is not aten.add.Tensor or add.kwargs or len(add.args) != 2:

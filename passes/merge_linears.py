@@ -7,25 +7,29 @@ merged already. A weight that something else reads as well, such as a tied embed
 Linear layers of several modules may share weights, as those of a block drafter do: one module computes keys and values
 of the context with them, and another one those of a block. The first module decides the order of the weights in
 memory. In the others, the layers whose weights then follow each other become one.
+
+A weight of several tensors is merged tensor by tensor. Weights of different schemes are not merged with each other.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from specgraph.ir.graphs import arguments, calls, get_attribute, set_attribute
+from specgraph.ir.graphs import get_attribute, set_attribute
+from specgraph.ir.linear import Linear, describe, linears
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
-from specgraph.passes.common.patterns import aten, weight, weight_name
+from specgraph.passes.common.patterns import aten, weight_name
 
-LINEAR = aten.linear.default
 ELSEWHERE = "a weight is read elsewhere, too"
 """Why linear layers are not merged whose weights other nodes read."""
 
@@ -41,9 +45,13 @@ class MergeLinears(LoweringPass):
     def apply(self, program: Program) -> PassResult:
         """Merge every group of every module."""
         readers, placed = _readers(program), set[int]()
-        matches, misses = 0, []
+        matches, misses = 0, list[NearMiss]()
         for name, module in program.modules.items():
-            for group in _groups(module):
+            groups = _groups(module)
+            misses += _mixed(name, groups)
+            for group in groups:
+                if len(group) == 1:
+                    continue
                 reason = _refusal(module, group, readers)
                 parts = [] if reason is not None else _parts(module, group, placed)
                 for part in parts:
@@ -51,7 +59,7 @@ class MergeLinears(LoweringPass):
                     _merge(module, part)
                 matches += len(parts)
                 if not parts:
-                    misses.append(NearMiss(f"{name}.{group[0].name}", reason or ELSEWHERE))
+                    misses.append(NearMiss(f"{name}.{group[0].node.name}", reason or ELSEWHERE))
             module.recompile()
         return PassResult(matches, near_misses=tuple(misses))
 
@@ -64,56 +72,72 @@ def _readers(program: Program) -> dict[int, Counter[object]]:
     for module in program.modules.values():
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                linears = sum(user.target is LINEAR and user.args[0] is not node for user in node.users)
+                layers = sum(map(functools.partial(_reads, node), node.users))
                 found = counts[id(get_attribute(module, node.target))]
-                found[module] += linears
-                found[None] += len(node.users) - linears
+                found[module] += layers
+                found[None] += len(node.users) - layers
     return counts
 
 
-def _groups(module: fx.GraphModule) -> list[list[fx.Node]]:
-    """For every input that several linear layers read, these layers in graph order."""
-    by_input: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in calls(module.graph, LINEAR):
-        if weight_name(node.args[1]) is not None:
-            by_input[node.all_input_nodes[0]].append(node)
-    return [group for group in by_input.values() if len(group) > 1]
+def _reads(constant: fx.Node, user: fx.Node) -> bool:
+    """Whether ``user`` is a linear layer with ``constant`` in its weight or as its bias."""
+    linear = describe(user)
+    return linear is not None and linear.is_traced and constant in linear.constants
 
 
-def _tensors(module: fx.GraphModule, group: list[fx.Node]) -> list[Tensor]:
+def _groups(module: fx.GraphModule) -> list[list[Linear]]:
+    """For every input and every scheme, the linear layers that read it, in graph order."""
+    groups: dict[object, list[Linear]] = defaultdict(list)
+    for linear in linears(module.graph):
+        if linear.is_traced and all(weight_name(constant) is not None for constant in linear.constants):
+            groups[linear.x, linear.scheme].append(linear)
+    return list(groups.values())
+
+
+def _mixed(name: str, groups: list[list[Linear]]) -> Iterator[NearMiss]:
+    """A near miss for every input that linear layers of several schemes read."""
+    by_input: dict[fx.Node, list[Linear]] = defaultdict(list)
+    for first, *_ in groups:
+        by_input[first.x].append(first)
+    for x, layers in by_input.items():
+        if len(layers) > 1:
+            schemes = " and ".join(linear.scheme.name for linear in layers)
+            yield NearMiss(f"{name}.{x.name}", f"linear layers that read it have weights of two schemes: {schemes}")
+
+
+def _tensors(module: fx.GraphModule, group: list[Linear]) -> list[Tensor]:
     """The weights and biases of linear layers."""
-    weights = [get_attribute(module, str(node.args[1].target)) for node in group]  # type: ignore[union-attr]
-    return [*weights, *(b for b in (_bias(module, node) for node in group) if b is not None)]
+    return [tensor for linear in group for tensor in linear.tensors(module)]
 
 
-def _parts(module: fx.GraphModule, group: list[fx.Node], placed: set[int]) -> list[list[fx.Node]]:
+def _parts(module: fx.GraphModule, group: list[Linear], placed: set[int]) -> list[list[Linear]]:
     """The linear layers of ``group`` that are merged with each other.
 
     These are all of them, unless another module has ``placed`` a weight already: then those that follow each other.
     """
     if not any(id(tensor) in placed for tensor in _tensors(module, group)):
         return [group]
-    parts: list[list[fx.Node]] = [[]]
-    for node in group:
-        parts += [] if _follow(module, [*parts[-1], node]) else [[]]
-        parts[-1].append(node)
+    parts: list[list[Linear]] = [[]]
+    for linear in group:
+        parts += [] if _follow(module, [*parts[-1], linear]) else [[]]
+        parts[-1].append(linear)
     return [part for part in parts if len(part) > 1]
 
 
-def _follow(module: fx.GraphModule, group: list[fx.Node]) -> bool:
+def _follow(module: fx.GraphModule, group: list[Linear]) -> bool:
     """Whether the weights of linear layers follow each other in memory, and their biases do."""
-    tensors = _tensors(module, group)
-    halves = tensors[: len(group)], tensors[len(group) :]
-    return all(_adjacent(half) is not None for half in halves if half)
+    return all(
+        _adjacent([*kind]) is not None for kind in zip(*(linear.tensors(module) for linear in group), strict=True)
+    )
 
 
-def _refusal(module: fx.GraphModule, group: list[fx.Node], readers: dict[int, Counter[object]]) -> str | None:
-    """The reason why the linear layers of ``group`` cannot be merged; None if they can."""
-    weights = [get_attribute(module, str(node.args[1].target)) for node in group]  # type: ignore[union-attr]
-    biases = [_bias(module, node) for node in group]
-    if len({(w.dtype, w.device, w.shape[1]) for w in weights}) > 1:
-        return "the weights differ in dtype or device"
-    if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
+def _refusal(module: fx.GraphModule, group: list[Linear], readers: dict[int, Counter[object]]) -> str | None:
+    """The reason why the linear layers of ``group``, which are of one scheme, cannot be merged; None if they can."""
+    scheme = group[0].scheme
+    reason = scheme.why_not_merged([linear.tensors(module)[: len(scheme.weight)] for linear in group])
+    if reason is not None:
+        return reason
+    if len({linear.bias is None for linear in group}) > 1:
         return "some have a bias and some have none"
     for tensor in _tensors(module, group):
         if readers[id(tensor)][module] > 1 or readers[id(tensor)][None]:
@@ -123,22 +147,17 @@ def _refusal(module: fx.GraphModule, group: list[fx.Node], readers: dict[int, Co
     return None
 
 
-def _bias(module: fx.GraphModule, node: fx.Node) -> Tensor | None:
-    return weight(module, arguments(node)["bias"])
-
-
-def _merge(module: fx.GraphModule, group: list[fx.Node]) -> None:
-    graph, first = module.graph, group[0]
-    weights = [str(node.args[1].target) for node in group]  # type: ignore[union-attr]
-    sizes = [get_attribute(module, name).shape[0] for name in weights]
+def _merge(module: fx.GraphModule, group: list[Linear]) -> None:
+    graph, nodes = module.graph, [linear.node for linear in group]
+    first, kinds = nodes[0], zip(*(linear.constants for linear in group), strict=True)
+    sizes = [linear.tensors(module)[0].shape[0] for linear in group]
     with graph.inserting_before(first):
-        given = [first.args[0], _merged_attribute(module, weights)]
-        if _bias(module, first) is not None:
-            given.append(_merged_attribute(module, [str(arguments(node)["bias"].target) for node in group]))
-        merged = graph.create_node("call_function", LINEAR, tuple(given), {}, name="merged")
+        constants = [_merged_attribute(module, [str(node.target) for node in kind]) for kind in kinds]
+        given = (group[0].x, *constants)
+        merged = graph.create_node("call_function", group[0].scheme.traced, given, {}, name="merged")
         parts = graph.call_function(aten.split_with_sizes.default, (merged, sizes, -1))
         outputs = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
-    for node, output in zip(group, outputs, strict=True):
+    for node, output in zip(nodes, outputs, strict=True):
         output.meta.update(node.meta)
         output.meta.pop("pass_name", None)
         node.replace_all_uses_with(output)
@@ -146,11 +165,10 @@ def _merge(module: fx.GraphModule, group: list[fx.Node]) -> None:
     value = first.meta.get("val")
     if isinstance(value, Tensor):
         merged.meta["val"] = value.new_empty(*value.shape[:-1], sum(sizes))
-    for node in group:
-        unread = node.args[1:]
-        graph.erase_node(node)
-        for parameter in unread:
-            if isinstance(parameter, fx.Node) and not parameter.users:
+    for linear in group:
+        graph.erase_node(linear.node)
+        for parameter in linear.constants:
+            if not parameter.users:
                 graph.erase_node(parameter)
 
 

@@ -13,8 +13,10 @@ Equal means what ``torch.equal`` means between tensors of one shape, dtype and d
   operation that tells the zeros apart (a division by the weight, ``atan2``, ``copysign``, ``signbit``) could give
   another value; language models have none on a weight.
 
+A packed weight, which is several tensors, is compared and shared tensor by tensor, as these are stored.
+
 Limits: the pass looks only at plain dense tensors that a ``get_attr`` node names (no meta or fake tensors, no
-subclasses, no packed or quantised dtypes). Nothing may write a shared tensor; this holds because state is an input of
+subclasses). Nothing may write a shared tensor; this holds because state is an input of
 the step and never a buffer of a module. The memory of a replaced tensor is freed only when nothing refers to it any
 more, and the user's own model may still do so.
 """

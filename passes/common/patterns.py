@@ -17,7 +17,7 @@ from specgraph.compat import (
     pytree,
     statically_known_true,
 )
-from specgraph.ir.graphs import calls, get_attribute
+from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import LAYOUT
 from specgraph.passes.base import NearMiss, PassResult
@@ -114,12 +114,6 @@ def before_cast(value: Any) -> Any:
 def weight_name(value: Any) -> str | None:
     """The name of the attribute that ``value`` reads, or None if it reads none."""
     return str(value.target) if isinstance(value, fx.Node) and value.op == "get_attr" else None
-
-
-def weight(module: fx.GraphModule, value: Any) -> Tensor | None:
-    """The tensor that ``value`` reads from the module, or None if it reads none."""
-    name = weight_name(value)
-    return None if name is None else get_attribute(module, name)
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

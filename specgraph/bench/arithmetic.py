@@ -9,20 +9,21 @@ drafter runs does not count, and neither do operations on single elements.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
 from specgraph.ir.graphs import calls
+from specgraph.ir.linear import linears
 from specgraph.ir.program import Program
 from specgraph.ir.traffic import experts_per_row
 from specgraph.kernels.ops import find
 from specgraph.kernels.state import RECURRENT
 
-WEIGHT = {torch.ops.aten.linear.default: 1, torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
-"""Which argument of a product is the weight."""
-EXPERTS = torch.ops.specgraph.expert_linear.default
+WEIGHT = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
+"""Which argument of a product that is no linear layer is the weight."""
 ATTENTION = torch.ops.specgraph.paged_attention.default
 
 
@@ -36,9 +37,11 @@ def prompt_flops(program: Program, length: int) -> float:
 def _of_products(module: fx.GraphModule) -> float:
     """The operations of one row in products with weights."""
     weights = [node.args[place] for op, place in WEIGHT.items() for node in calls(module.graph, op)]
-    experts = list(calls(module.graph, EXPERTS))
     elements = sum(_value(weight).numel() for weight in weights)
-    return 2.0 * (elements + sum(_value(node.args[1])[0].numel() * experts_per_row(node) for node in experts))
+    for linear in linears(module.graph):
+        matrices = 1 if linear.expert_ids is None else experts_per_row(linear)
+        elements += math.prod(linear.features) * matrices
+    return 2.0 * elements
 
 
 def _of_recurrence(module: fx.GraphModule) -> int:

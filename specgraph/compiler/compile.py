@@ -26,6 +26,7 @@ from specgraph.errors import ConfigError, SpecgraphWarning, UnsupportedModelErro
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
 from specgraph.ir.compiling import start_compiler
+from specgraph.ir.linear import scheme_of
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.passes.base import Pass
@@ -161,13 +162,14 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_dtypes(model: PreTrainedModel) -> None:
-    """Refuse a model with packed weights: its layers unpack them by code that cannot be traced.
+    """Refuse a model with packed weights of no known scheme: its layers unpack them by code that cannot be traced.
 
     transformers calls a model quantised, too, whose weights it has dequantised while it loaded them.
     """
     buffers = model.named_buffers() if getattr(model, "is_quantized", False) else ()
     kept = itertools.chain(model.named_parameters(), ((name, value) for name, value in buffers if value.dim() > 1))
-    other = next(((name, value) for name, value in kept if not _is_plain(value)), None)
+    packed = {id(tensor) for module in model.modules() if (found := scheme_of(module)) for tensor in found[1]}
+    other = next(((name, value) for name, value in kept if id(value) not in packed and not _is_plain(value)), None)
     if other is None:
         return
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)

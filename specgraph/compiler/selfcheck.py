@@ -22,7 +22,7 @@ from specgraph.frontend.recurrent import hooked_recurrence
 from specgraph.frontend.tracing import ATTENTION, TracedModel
 from specgraph.ir.drafter import Drafter
 from specgraph.ir.exporting import own_copy
-from specgraph.ir.graphs import calls
+from specgraph.ir.linear import linears
 from specgraph.ir.model_info import Rope
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
@@ -33,7 +33,6 @@ from specgraph.passes.insert_recurrent_state import InsertRecurrentState
 from specgraph.passes.pipeline import run_passes
 from specgraph.runtime.requests.request import Limits
 
-EXPERTS = torch.ops.specgraph.expert_linear.default
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """The largest relative difference of a hidden state that is allowed, ``|a - b| / |b|`` per row. Norms and rotary
 embeddings run in float32 even in a float64 model. A wrong mask or position gives differences of 0.05 to 1."""
@@ -173,7 +172,7 @@ def _compare(traced: TracedModel, index: int, ours: Tensor, theirs: Tensor) -> N
     difference = (ours.double() - theirs.double()).norm(dim=-1) / theirs.double().norm(dim=-1).clamp_min(1e-30)
     tolerance = TOLERANCE[traced.info.dtype]
     # In half precision, rounding alone may change the expert to which a router sends a token.
-    routed = any(calls(traced.body.graph, EXPERTS))
+    routed = any(linear.expert_ids is not None for linear in linears(traced.body.graph))
     allowed = 0.1 if routed and torch.finfo(traced.info.dtype).bits == 16 else 0.0
     wrong = ~(difference <= tolerance)
     if wrong.double().mean() > allowed:

@@ -24,6 +24,7 @@ from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.experts import HOOK, hook_experts
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
 from specgraph.frontend.mixing import check_mixing
+from specgraph.frontend.quantised import hook_quantised
 from specgraph.frontend.recurrent import hooked_recurrence, recurrent_functions, take_groups
 from specgraph.frontend.rotary import fix_rotary, read_one_row, rope_of
 from specgraph.frontend.unknown import HARMLESS, refuse_unknown
@@ -109,6 +110,7 @@ def hooked(model: _Module, length: int | None = None) -> _Module:
     fix_rotary(model, length)
     read_one_row(model)
     hook_experts(model)
+    hook_quantised(model)
     return model
 
 

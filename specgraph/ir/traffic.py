@@ -3,8 +3,8 @@
 Every call of a module reads its weights once, for all rows of the batch together. From every cache it reads the context
 of each sequence, or as much of it as the sliding window covers. Of an embedding table only a few rows are read, so it
 does not count, and neither do small tensors (activations, logits, new keys and values, what a step keeps in small
-buffers). Of the experts of a layer, those count that the rows use on average, if rows choose independently and all
-experts are equally likely.
+buffers). A packed weight counts as it is stored. Of the experts of a layer, those count that the rows use on average,
+if rows choose independently and all experts are equally likely.
 
 A recurrent op with a state reads that state once for each sequence, and writes it once in a chunk of tokens. It also
 reads the rows that it has cached since then, which are half of a full chunk on average, and writes the new rows. An op
@@ -24,7 +24,8 @@ import torch
 from torch import fx
 
 from specgraph.ir.drafter import SCRATCH
-from specgraph.ir.graphs import arguments, get_attribute
+from specgraph.ir.graphs import get_attribute
+from specgraph.ir.linear import Linear, describe
 from specgraph.ir.program import Program
 from specgraph.kernels.state import RECURRENT, STATEFUL, Buffer, buffers_of
 
@@ -191,20 +192,17 @@ def _share(user: fx.Node, node: fx.Node, tensor: torch.Tensor) -> float:
     """The share of a tensor that one of its users reads for one row."""
     if user.target == torch.ops.aten.embedding.default and user.args[0] is node:
         return 0.0
-    if user.target != torch.ops.specgraph.expert_linear.default:
+    linear = describe(user)
+    if linear is None or linear.expert_ids is None or node not in linear.constants:
         return 1.0
-    given = arguments(user)
-    if node in (given["weight"], given["bias"]):
-        return experts_per_row(user) / len(tensor)
-    return 1.0
+    return experts_per_row(linear) / len(tensor)
 
 
-def experts_per_row(product: fx.Node) -> int:
-    """The number of experts that a row meets in an ``expert_linear``."""
-    given = arguments(product)
-    size = given["expert_ids"].meta["val"].shape[0]  # batch times rows, which are symbols, times a number
+def experts_per_row(linear: Linear) -> int:
+    """The number of experts that a row meets in a linear layer of experts."""
+    size = linear.expert_ids.meta["val"].shape[0]  # batch times rows, which are symbols, times a number
     count = int(size.node.expr.as_coeff_Mul()[0])
-    assert 0 < count <= len(given["weight"].meta["val"]), f"{product.name} has {size} rows"
+    assert 0 < count <= len(linear.weight[0].meta["val"]), f"{linear.node.name} has {size} rows"
     return count
 
 

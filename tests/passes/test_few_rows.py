@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import calls
+from specgraph.ir.linear import DENSE
 from specgraph.kernels.cpu_info import is_intel
 from specgraph.kernels.linear import few_rows
 from specgraph.kernels.linear.few_rows import (
@@ -25,7 +26,7 @@ from specgraph.kernels.linear.few_rows import (
     TRANSPOSED_BY_MKL,
     few_rows_linear,
 )
-from specgraph.passes.few_rows import LINEAR, FewRows
+from specgraph.passes.few_rows import FewRows
 from tests.compiler.test_pipeline import first, last
 from tests.models import make_model
 
@@ -140,11 +141,11 @@ def test_the_vendor_of_a_cpu(
 
 def test_the_layers_of_a_target_in_float32_take_it() -> None:
     program = first(target=trace(make_model("llama")))
-    linears = sum(len(list(calls(module.graph, LINEAR))) for module in program.modules.values())
+    linears = sum(len(list(calls(module.graph, DENSE.traced))) for module in program.modules.values())
     after = last(program, [FewRows()])
     found = [node for module in after.modules.values() for node in calls(module.graph, few_rows_linear)]
     assert len(found) == linears == 2 * 7 + 1
-    assert not any(list(calls(module.graph, LINEAR)) for module in after.modules.values())
+    assert not any(list(calls(module.graph, DENSE.traced)) for module in after.modules.values())
 
 
 def test_other_dtypes_keep_their_layers() -> None:

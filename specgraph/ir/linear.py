@@ -1,0 +1,153 @@
+"""Describes linear layers, so that a pass need not know which op computes one, nor how its weight is stored.
+
+A *scheme* says how a weight is stored: as which tensors, and by which ops a product with it is computed. A dense matrix
+is one scheme among others. :func:`describe` reads a node as a linear layer of its scheme, for every op that the scheme
+names. A new scheme is a :class:`Scheme` with the ops that it names and, if modules of models hold such weights, with
+what recognises them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import specgraph.kernels.linear.experts
+import specgraph.kernels.linear.linear  # noqa: F401  (both register ops)
+from specgraph.ir.graphs import arguments, get_attribute
+from specgraph.kernels.linear.few_rows import few_rows_linear
+
+
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """How a weight is stored, and which ops compute with it.
+
+    Every op takes the input first, which it calls ``x`` (``input`` in ATen), then the tensors of the weight, and it has
+    an argument ``bias``. Two schemes are equal if they are one object.
+
+    Attributes:
+        name: for reports.
+        traced: the op that a traced module calls, ``(x, *weight, bias=None)``.
+        weight: the arguments that hold the tensors of the weight. Dimension 0 of each counts the outputs.
+        lowered: the op with an epilogue, ``(x, *weight, bias, residual, sum_sq, *, norm_eps, activation, ...)`` as
+            ``specgraph::linear`` has it; None if ``traced`` is what runs, and nothing is fused with it.
+        with_norm: the same with the parts of the norm that reads the result, as ``specgraph::linear_norm``; or None.
+        few_rows: a form of ``traced`` for the few rows of a decode step on a CPU; or None.
+        experts: the op whose argument ``expert_ids`` says for each row which matrix of a stack it meets; or None.
+    """
+
+    name: str
+    traced: Any
+    weight: tuple[str, ...] = ("weight",)
+    lowered: Any = None
+    with_norm: Any = None
+    few_rows: Callable[..., Tensor] | None = None
+    experts: Any = None
+
+    def dequantise(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The matrix ``[O, I]`` that the tensors stand for. It is the reference for every op of the scheme."""
+        (matrix,) = weight
+        return matrix.to(dtype)
+
+    def why_not_merged(self, weights: Sequence[Sequence[Tensor]]) -> str | None:
+        """Why weights cannot be joined tensor by tensor along dimension 0; None if they can."""
+        kinds = {tuple((t.dtype, t.device, t.shape[1:]) for t in weight) for weight in weights}
+        return "the weights differ in dtype or device" if len(kinds) > 1 else None
+
+    def weight_of(self, module: nn.Module) -> tuple[Tensor, ...] | None:
+        """The tensors of the weight if ``module`` is a linear layer of this scheme whose forward needs the hook of
+        tracing; else None. A layer whose forward calls ``traced`` by itself, as that of ``nn.Linear``, needs none.
+        """
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A node that is a linear layer.
+
+    Attributes:
+        node: the call.
+        scheme: how its weight is stored.
+        x: what it is applied to.
+        weight: the tensors of its weight, in the order of :attr:`Scheme.weight`.
+        bias: None if there is none.
+        expert_ids: which matrix of a stack each row meets; None if there is one matrix.
+        epilogue: the other arguments, such as the residual and the activation.
+    """
+
+    node: fx.Node
+    scheme: Scheme
+    x: Any
+    weight: tuple[Any, ...]
+    bias: Any
+    expert_ids: Any
+    epilogue: dict[str, Any]
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The tensors of the weight, and the bias."""
+        return self.weight if self.bias is None else (*self.weight, self.bias)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it is as tracing made it, with one matrix for all rows and nothing fused with it."""
+        return self.node.target is self.scheme.traced
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """The inputs and the outputs of one row, as the tracing of ``x`` and of the result noted them."""
+        return int(self.x.meta["val"].shape[-1]), int(self.node.meta["val"].shape[-1])
+
+    def tensors(self, module: fx.GraphModule) -> tuple[Tensor, ...]:
+        """The values of :attr:`constants`, all of which are attributes of the module."""
+        return tuple(get_attribute(module, str(node.target)) for node in self.constants)
+
+
+DENSE = Scheme(
+    "dense",
+    torch.ops.aten.linear.default,
+    lowered=torch.ops.specgraph.linear.default,
+    with_norm=torch.ops.specgraph.linear_norm.default,
+    few_rows=few_rows_linear,
+    experts=torch.ops.specgraph.expert_linear.default,
+)
+"""One matrix ``[O, I]`` in the dtype of the input."""
+
+SCHEMES: list[Scheme] = [DENSE]
+"""The schemes that are known, in the order in which they are asked whether a module is theirs."""
+
+
+def describe(node: fx.Node) -> Linear | None:
+    """``node`` as a linear layer; None if it is no call of an op of a scheme."""
+    scheme = next((scheme for scheme in SCHEMES if node.target in _ops(scheme)), None)
+    if scheme is None or node.op != "call_function":
+        return None
+    given = arguments(node)
+    x = given.pop("input" if "input" in given else "x")
+    weight = tuple(given.pop(name) for name in scheme.weight)
+    return Linear(node, scheme, x, weight, given.pop("bias", None), given.pop("expert_ids", None), given)
+
+
+def linears(graph: fx.Graph) -> Iterator[Linear]:
+    """The linear layers of a graph, in its order. The graph may be changed meanwhile."""
+    for node in list(graph.nodes):
+        linear = describe(node)
+        if linear is not None:
+            yield linear
+
+
+def scheme_of(module: nn.Module) -> tuple[Scheme, tuple[Tensor, ...]] | None:
+    """The scheme of a module of a model, and the tensors of its weight; None if no scheme needs a hook for it."""
+    for scheme in SCHEMES:
+        weight = scheme.weight_of(module)
+        if weight is not None:
+            return scheme, weight
+    return None
+
+
+def _ops(scheme: Scheme) -> tuple[Any, ...]:
+    ops = scheme.traced, scheme.lowered, scheme.with_norm, scheme.few_rows, scheme.experts
+    return tuple(op for op in ops if op is not None)
