@@ -46,8 +46,10 @@ class StepCache:
     def step(self, mode: Mode) -> fx.GraphModule | PausedStep:
         """The step for one kind of log-probabilities and one K, without the sampling options that are off.
 
-        One that pauses for the host is cut in two.
+        One that pauses for the host is cut in two. Where the host chooses how many drafts are verified, only the width
+        of the window differs, so one step serves all numbers.
         """
+        mode = mode._replace(drafts=None) if mode.ahead else mode
         with self._lock:
             if mode not in self.steps:
                 program = self._make([*self._passes(mode)])
@@ -59,7 +61,7 @@ class StepCache:
     def _passes(self, mode: Mode) -> Iterator[Pass]:
         if "processors" in self._program.facts and not OPTIONS.keys() <= {*mode.unused}:
             yield ProcessDrafts()
-        yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts, mode.ahead)
+        yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts)
         if mode.traced:
             yield TraceStep(mode.unused)
         if mode.packed:
