@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from specgraph.drafters.step import PATH, POINT_MASS, SAMPLING
+from specgraph.drafters.step import EOS_IDS, PATH, POINT_MASS, SAMPLING
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import constant
 from specgraph.ir.program import Program
@@ -124,7 +124,7 @@ class InsertVerify(Pass):
         state = {name: program.placeholder(name, buffer) for name, buffer in SAMPLING.items()}
         for name in ("num_rows", "num_forced"):
             state[name] = program.placeholder(name, Buffer(("B",)))
-        state["eos_ids"] = program.placeholder("eos_ids", Buffer(("B", "E"), fill=-1))
+        state["eos_ids"] = program.placeholder("eos_ids", EOS_IDS)
         return state
 
     def _accept(

@@ -7,7 +7,16 @@ from specgraph.kernels.attention.packing import (
     take_packed_rows,
     unpack_rows,
 )
-from specgraph.kernels.step.drafting import in_draft_vocabulary, in_target_vocabulary, last_accepted, last_position
+from specgraph.kernels.step.drafting import (
+    drafts_wanted,
+    in_draft_vocabulary,
+    in_target_vocabulary,
+    last_accepted,
+    last_position,
+    real_rows,
+    survival,
+    where_surviving,
+)
 from specgraph.kernels.step.index import select_state
 from specgraph.kernels.step.lookup import any_found, lookup_suffixes, prefer_found, record_accepted_
 from specgraph.kernels.step.step import (
@@ -65,6 +74,7 @@ __all__ = [
     "cut_rows",
     "draft_inputs",
     "draft_tokens",
+    "drafts_wanted",
     "drawn_ids",
     "expand_draft_inputs",
     "for_host",
@@ -90,6 +100,7 @@ __all__ = [
     "prefer_found",
     "propose_",
     "propose_at_",
+    "real_rows",
     "record_accepted_",
     "record_tokens_",
     "rerun",
@@ -99,11 +110,13 @@ __all__ = [
     "scatter_state_",
     "select_state",
     "settle",
+    "survival",
     "take_packed_rows",
     "take_rows",
     "trace_columns",
     "trace_tokens",
     "unpack_rows",
     "unsettled_rows",
+    "where_surviving",
     "writes",
 ]

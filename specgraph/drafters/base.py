@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import torch
 from torch import Tensor, fx, nn
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
@@ -23,6 +24,7 @@ from specgraph.drafters.plan import HeadPlan
 from specgraph.errors import ConfigError
 from specgraph.frontend.tracing import TracedModel
 from specgraph.ir.model_info import ModelInfo
+from specgraph.kernels.verify import LOSSLESS_RULES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,6 +85,14 @@ class Target:
         return self.traced.info
 
 
+def chooses_drafts(options: DraftConfig, rule: str, device: torch.device) -> bool:
+    """Whether K is chosen for every step, for a drafter that allows it: on a CPU, unless a K was given."""
+    # Under other rules than strict tokens depend on K. If that depends on times, too, a seed does not repeat a run.
+    rules = LOSSLESS_RULES if options.adaptive else ("strict",)
+    wanted = options.adaptive is not False and options.num_speculative_tokens_by_load is None
+    return wanted and rule in rules and device.type == "cpu"
+
+
 @dataclass(frozen=True, eq=False)
 class Drafter(ABC):
     """A drafter, bound to a target.
@@ -102,6 +112,8 @@ class Drafter(ABC):
         draft_to_target: int64 ``[Vd]``, the target id of every draft id; None if they are the same.
         mask: makes ``draft.parallel`` possible.
         parallel: whether it was trained to draft in parallel, which is then the default.
+        least_survival: its chain of drafts ends where the probability that all of them are accepted, as the drafter
+            sees it, falls below this. With 0 it always makes K drafts.
     """
 
     num_speculative_tokens: int = 0
@@ -111,6 +123,7 @@ class Drafter(ABC):
     draft_to_target: Tensor | None = None
     mask: Mask | None = None
     parallel: bool = False
+    least_survival: float = 0.0
 
     kind: ClassVar[str]
     Config: ClassVar[type[DraftConfig]] = DraftConfig

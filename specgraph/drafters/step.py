@@ -27,6 +27,8 @@ SAMPLING = {
     "min_p": Buffer(("B",), torch.float32),
 }
 """The state that drawing a token reads."""
+EOS_IDS = Buffer(("B", "E"), fill=-1)
+"""The state ``eos_ids``: the tokens that end each sequence, padded with -1."""
 PATH = "path"
 """The input that names the accepted rows of the window, until verification computes it. Where no drafter asks for it,
 nothing does."""
@@ -195,6 +197,28 @@ class DraftStep:
             step.propose_, kept, logits, self.start, self.num_emitted, *sampling, name=name or f"token_{row + 1}",
             role="drafts", **options,
         )  # fmt: skip
+
+    def drafts_wanted(self) -> fx.Node:
+        """Append a node that says how many drafts of each sequence the next step can verify at most: ``[B]``."""
+        state = {name: self.state(name, Buffer(("B",))) for name in ("num_rows", "num_forced", "max_length")}
+        return self.call(
+            step.drafts_wanted, self.window, self.start, state["num_rows"], state["num_forced"], self.emitted,
+            self.num_emitted, state["max_length"], self.state("eos_ids", EOS_IDS), name="wanted",
+        )  # fmt: skip
+
+    def survival(self, logits: fx.Node, wanted: fx.Node, before: fx.Node | None, row: int) -> fx.Node:
+        """Append a node that says how probable it is that draft number ``row`` and all before it are accepted.
+
+        ``logits`` are those of the draft, ``wanted`` is what :meth:`drafts_wanted` gives, and ``before`` what this
+        gave for the draft in front of it.
+        """
+        least = self.program.drafter.least_survival
+        return self.call(step.survival, logits, wanted, before, row=row, least=least, name=f"survival_{row + 1}")
+
+    def end_chain(self, token: fx.Node, before: fx.Node) -> fx.Node:
+        """Append a node with the draft that ``token`` draws, or none where the survival ``before`` it is 0."""
+        del token.meta["role"]
+        return self.propose(step.where_surviving, token, before, name=f"{token.name}_if_surviving")
 
     def _kept_logits(self, vocab_size: int, dtype: torch.dtype) -> fx.Node | None:
         """The buffer of what drafts were drawn from, for rules that compare distributions."""

@@ -61,6 +61,10 @@ class Drafter(Protocol):
         """Whether its drafts are a function of the accepted tokens, which no network computes."""
 
     @property
+    def least_survival(self) -> float:
+        """Its chain of drafts ends where the probability that all are accepted falls below this; 0: it never ends."""
+
+    @property
     def mask(self) -> Mask | None:
         """The mask for drafting in parallel; None if the drafter cannot do so."""
 
