@@ -55,8 +55,8 @@ class StepCache:
             if mode not in self.steps:
                 program = self._make([*self._passes(mode)])
                 self._compiled = program.compile_modules(self._compiled)
-                step: StepModule = program.executable(self._compiled)
-                step = halves(step, program.one("logits").name) if mode.paused else step
+                whole = program.executable(self._compiled)
+                step: StepModule = halves(whole, program.one("logits").name) if mode.paused else whole
                 ends = mode.ahead and not mode.traced  # a trace has a place for every draft that could be made
                 self.steps[mode] = ending_chains(step, packed=mode.packed) if ends else step
             return self.steps[mode]
