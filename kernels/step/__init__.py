@@ -7,7 +7,16 @@ from specgraph.kernels.attention.packing import (
     take_packed_rows,
     unpack_rows,
 )
-from specgraph.kernels.step.drafting import in_draft_vocabulary, in_target_vocabulary, last_accepted, last_position
+from specgraph.kernels.step.drafting import (
+    drafts_wanted,
+    in_draft_vocabulary,
+    in_target_vocabulary,
+    last_accepted,
+    last_position,
+    real_rows,
+    survival,
+    where_surviving,
+)
 from specgraph.kernels.step.finalize import finalize_step
 from specgraph.kernels.step.index import gather_state, scatter_state_, select_state
 from specgraph.kernels.step.lookup import any_found, prefer_found, record_accepted_
@@ -39,6 +48,7 @@ __all__ = [
     "any_found",
     "bad_rows",
     "draft_tokens",
+    "drafts_wanted",
     "drawn_ids",
     "expand_draft_inputs",
     "finalize_step",
@@ -60,6 +70,7 @@ __all__ = [
     "positions_and_next",
     "prefer_found",
     "propose_",
+    "real_rows",
     "record_accepted_",
     "record_tokens_",
     "rerun",
@@ -69,11 +80,13 @@ __all__ = [
     "scatter_state_",
     "select_state",
     "suffix_lookup",
+    "survival",
     "take_packed_rows",
     "take_rows",
     "trace_columns",
     "trace_tokens",
     "unpack_rows",
     "unsettled_rows",
+    "where_surviving",
     "writes",
 ]

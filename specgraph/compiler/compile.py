@@ -134,11 +134,12 @@ def compile_speculative(
 
 
 def check_adaptive(config: Config, drafter: Drafter) -> None:
-    """Refuse ``draft.adaptive`` for a drafter whose K cannot be chosen after a look at its drafts."""
-    if config.draft.adaptive and not drafter.looks_up:
+    """Refuse ``draft.adaptive`` for a drafter whose K cannot be chosen for every step."""
+    if config.draft.adaptive and not (drafter.looks_up or drafter.least_survival):
         raise ConfigError(
-            f"draft.adaptive=true chooses K by a look at the drafts, which only lookups allow (ngram, suffix), and the "
-            f"drafter is {drafter.name}; leave it out, or give draft.num_speculative_tokens a table."
+            f"draft.adaptive=true chooses K by a look at the drafts, which lookups allow (ngram, suffix) and, on a "
+            f"CPU, draft models that draft token by token; the drafter is {drafter.name}. Leave it out, or give "
+            "draft.num_speculative_tokens a table."
         )
 
 

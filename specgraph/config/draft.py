@@ -31,7 +31,8 @@ class DraftConfig:
     """Such a table; num_speculative_tokens is then its largest K. null: K is always the same."""
     adaptive: bool | None = None
     """Verify fewer drafts than K, or none, in steps in which that promises more tokens per second. This is for lookups
-    (`ngram`, `suffix`) on a CPU. null: they do so under `strict`, unless num_speculative_tokens is given."""
+    (`ngram`, `suffix`) and draft models on a CPU. null: they do so under `strict`, unless num_speculative_tokens is
+    given; a draft model makes up to 16 drafts then."""
     model: str | None = None
     """The folder of a checkpoint, or the name of a causal LM; `draft=` takes either, and it says which drafter it is
     for."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
@@ -22,6 +23,7 @@ from specgraph.errors import ConfigError
 from specgraph.frontend.tracing import TracedModel
 from specgraph.ir import drafter as ir
 from specgraph.ir.model_info import ModelInfo
+from specgraph.kernels.verify import LOSSLESS_RULES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,6 +69,14 @@ class Target:
     def info(self) -> ModelInfo:
         """Facts about the target."""
         return self.traced.info
+
+
+def chooses_drafts(options: DraftConfig, rule: str, device: torch.device) -> bool:
+    """Whether K is chosen for every step, for a drafter that allows it: on a CPU, unless a K was given."""
+    # Under other rules than strict tokens depend on K. If that depends on times, too, a seed does not repeat a run.
+    rules = LOSSLESS_RULES if options.adaptive else ("strict",)
+    wanted = options.adaptive is not False and options.num_speculative_tokens_by_load is None
+    return wanted and rule in rules and device.type == "cpu"
 
 
 @dataclass(frozen=True, eq=False)

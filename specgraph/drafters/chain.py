@@ -10,6 +10,10 @@ rejected drafts are overwritten, so the cache and the proposals depend on accept
 The next step begins to write rows at the position ``start + num_emitted``, whether the drafter is shifted or not. So
 the rows in front of it are settled (:mod:`specgraph.kernels.recurrent.span`), and recurrent layers fold no others into
 their state.
+
+With ``least_survival``, a chain ends early: behind a draft that the drafter doubts, or one that stands behind others so
+that all together are doubtful, there are no drafts (-1). Whether a draft is one is known before it is drawn, so this
+biases no rule. A step on a CPU leaves the other calls out (:mod:`specgraph.specialise.end_chains`).
 """
 
 from __future__ import annotations
@@ -59,6 +63,8 @@ class ChainDrafter(Drafter):
             inputs[SETTLED_BY] = step.last
         state = {name: node for name, node in bound.items() if name not in inputs}
         token: fx.Node | None = None
+        survival: fx.Node | None = None
+        wanted = step.drafts_wanted() if self.least_survival else None
         for row in range(count):
             if token is not None:
                 inputs |= {"tokens": token, "positions": self._position(step, row), "num_rows": step.num_emitted}
@@ -73,6 +79,10 @@ class ChainDrafter(Drafter):
                 if row < count - 1:
                     inputs["hidden"] = step.call(operator.getitem, call, 1, name=f"draft_hidden_{row}")
             token = step.draw(logits, row, self.model.vocab_size, self.model.dtype)
+            if survival is not None:
+                step.end_chain(token, survival)
+            if wanted is not None and row < count - 1:
+                survival = step.survival(logits, wanted, survival, row)
         return count
 
     def _position(self, step: DraftStep, row: int) -> fx.Node:

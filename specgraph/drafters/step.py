@@ -31,6 +31,8 @@ SAMPLING = {
 """The state that drawing a token reads."""
 VERIFIED = "verified_tokens"
 """The input ``[B, T]`` that holds the tokens which verification gave, padded with -1, until a pass computes them."""
+EOS_IDS = Buffer(("B", "E"), fill=-1)
+"""The state ``eos_ids``: the tokens that end each sequence, padded with -1."""
 POINT_MASS = "point_mass"
 """The state, bool ``[B]``, that says which sequences' drafts are point masses although ``draft_logits`` are kept."""
 
@@ -68,7 +70,7 @@ class DraftStep:
             return node
         tokens = program.placeholder(VERIFIED, per_call("B", "T", fill=-1))
         num_forced = program.placeholder("num_forced", Buffer(("B",)))
-        eos_ids = program.placeholder("eos_ids", Buffer(("B", "E"), fill=-1))
+        eos_ids = program.placeholder("eos_ids", EOS_IDS)
         return self.call(step.finalize_step, tokens, self.window, self.start, num_forced, eos_ids, name="update")
 
     @property
@@ -242,6 +244,28 @@ class DraftStep:
             step.propose_, kept, logits, self.length, self.num_emitted, *sampling, name=name or f"token_{row + 1}",
             role="drafts", **options,
         )  # fmt: skip
+
+    def drafts_wanted(self) -> fx.Node:
+        """Append a node that says how many drafts of each sequence the next step can verify at most: ``[B]``."""
+        state = {name: self.state(name, Buffer(("B",))) for name in ("num_rows", "num_forced", "max_length")}
+        return self.call(
+            step.drafts_wanted, self.window, self.start, state["num_rows"], state["num_forced"], self.emitted,
+            self.num_emitted, state["max_length"], self.state("eos_ids", EOS_IDS), name="wanted",
+        )  # fmt: skip
+
+    def survival(self, logits: fx.Node, wanted: fx.Node, before: fx.Node | None, row: int) -> fx.Node:
+        """Append a node that says how probable it is that draft number ``row`` and all before it are accepted.
+
+        ``logits`` are those of the draft, ``wanted`` is what :meth:`drafts_wanted` gives, and ``before`` what this
+        gave for the draft in front of it.
+        """
+        least = self.program.drafter.least_survival
+        return self.call(step.survival, logits, wanted, before, row=row, least=least, name=f"survival_{row + 1}")
+
+    def end_chain(self, token: fx.Node, before: fx.Node) -> fx.Node:
+        """Append a node with the draft that ``token`` draws, or none where the survival ``before`` it is 0."""
+        del token.meta["role"]
+        return self.propose(step.where_surviving, token, before, name=f"{token.name}_if_surviving")
 
     def _kept_logits(self, vocab_size: int, dtype: torch.dtype) -> fx.Node | None:
         """The buffer of what drafts were drawn from, for rules that compare distributions."""

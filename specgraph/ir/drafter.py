@@ -43,6 +43,8 @@ class Drafter(ABC):
         draft_to_target: int64 ``[Vd]``, the target id of every draft id; None if the two are the same.
         mask: the mask for drafting in parallel; None if it cannot do so.
         parallel: whether it was trained to draft in parallel, which is then the default.
+        least_survival: its chain of drafts ends where the probability that all of them are accepted, as the drafter
+            sees it, falls below this. With 0 it always makes K drafts.
     """
 
     num_speculative_tokens: int = 0
@@ -52,6 +54,7 @@ class Drafter(ABC):
     draft_to_target: Tensor | None = None
     mask: Mask | None = None
     parallel: bool = False
+    least_survival: float = 0.0
 
     chained: ClassVar[bool] = False
     looks_up: ClassVar[bool] = False

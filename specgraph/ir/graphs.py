@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +78,41 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
             own.kwargs = fx.node.map_arg(node.kwargs, new.__getitem__)
         own.meta.update(node.meta)
     return graph
+
+
+MADE = "made"
+"""The input of a part of a module that has what the parts before it have made."""
+
+
+def cut(whole: fx.GraphModule, places: Sequence[fx.Node], also: Iterable[str] = ()) -> list[fx.GraphModule]:
+    """A module in parts, the first of which ends with the first of ``places``, and so on.
+
+    Each part takes the inputs of the whole and :data:`MADE`, a mapping of what the parts before it have made, by the
+    names of the nodes. The last one returns what the whole does. Each other one gives such a mapping, of what later
+    parts read and of the nodes named in ``also``. A part may be cut again.
+    """
+    nodes = [*whole.graph.nodes]
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    bounds = [0, *(nodes.index(place) + 1 for place in places), len(nodes)]
+    parts = [[n for n in nodes[a:b] if n.op != "placeholder"] for a, b in itertools.pairwise(bounds)]
+    return [_part(whole, inputs, own, {*also}, last=own is parts[-1]) for own in parts]
+
+
+def _part(
+    whole: fx.GraphModule, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], also: Container[str], *, last: bool
+) -> fx.GraphModule:
+    graph, inside = fx.Graph(), {*nodes}
+    own = {node: graph.node_copy(node) for node in inputs}
+    made = next((own[node] for node in inputs if node.name == MADE), None) or graph.placeholder(MADE)
+    for node in nodes:
+        for given in node.all_input_nodes:
+            if given not in own:
+                item = (made, given.name)
+                own[given] = graph.create_node("call_method", "__getitem__", item, name=f"{MADE}_{given.name}")
+        own[node] = graph.node_copy(node, own.__getitem__)
+    if not last:
+        graph.output({n.name: own[n] for n in nodes if n.name in also or not inside.issuperset(n.users)})
+    return new_module(whole, graph, type(whole).__name__)
 
 
 def remove_dead_code(module: fx.GraphModule) -> None:

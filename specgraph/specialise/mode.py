@@ -15,7 +15,7 @@ class Mode(NamedTuple):
         paused: whether the host changes logits in the middle of it.
         packed: whether its modules run packed rows, as steps that run prompts do.
         traced: whether it says how probable drafts are.
-        ahead: whether it makes K drafts, however many it verifies.
+        ahead: whether it makes as many drafts as it can, however many it verifies.
     """
 
     logprobs: str = "none"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.errors import PassError
-from specgraph.ir.graphs import calls, new_module
+from specgraph.ir.graphs import calls, cut
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.processors import PROCESSORS
@@ -54,23 +54,23 @@ class PausedStep(torch.nn.Module):
     """A step in two halves.
 
     Attributes:
-        before: gives a dictionary with everything that the second half needs, and with ``for_host``, the logits float32
+        before: gives a mapping with everything that the second half needs, and with ``for_host``, the logits float32
             ``[B, R, V]`` that the host may change, and ``logits``, the target's own.
-        after: takes this dictionary as ``kept`` beside the inputs of the step.
+        after: takes this mapping as ``made`` beside the inputs of the step.
     """
 
-    def __init__(self, before: fx.GraphModule, after: fx.GraphModule) -> None:
+    def __init__(self, before: torch.nn.Module, after: torch.nn.Module) -> None:
         super().__init__()
         self.before, self.after = before, after
 
     def begin(self, **given: Any) -> dict[str, Any]:
         """Run the first half on the inputs of the step."""
-        kept: dict[str, Any] = self.before(**given)
+        kept: dict[str, Any] = self.before(made={}, **given)
         return kept
 
     def finish(self, kept: dict[str, Any], **given: Any) -> tuple[Tensor, ...]:
         """Run the second half, and give what the step returns."""
-        result: tuple[Tensor, ...] = self.after(kept=kept, **given)
+        result: tuple[Tensor, ...] = self.after(made=kept, **given)
         return result
 
 
@@ -83,38 +83,4 @@ def halves(whole: fx.GraphModule, logits: str) -> PausedStep:
     found = [*calls(whole.graph, step.for_host)]
     if len(found) != 1:
         raise PassError(f"A step pauses behind its node for_host, and this one has {len(found)}.")
-    nodes = [*whole.graph.nodes]
-    first = nodes[: nodes.index(found[0]) + 1]
-    second = nodes[len(first) :]
-    behind = {*second}
-    inputs = [node for node in first if node.op == "placeholder"]
-    wanted = [n for n in first if n.op != "placeholder" and (n.name == logits or not behind.isdisjoint(n.users))]
-    return PausedStep(
-        _first_half(whole, first, found[0], wanted), _second_half(whole, second, found[0], inputs, wanted)
-    )
-
-
-def _first_half(whole: fx.GraphModule, nodes: list[fx.Node], pause: fx.Node, wanted: list[fx.Node]) -> fx.GraphModule:
-    graph = fx.Graph()
-    own: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        own[node] = graph.node_copy(node, own.__getitem__)
-    graph.output({_key(node, pause): own[node] for node in wanted})
-    return new_module(whole, graph, "before")
-
-
-def _second_half(
-    whole: fx.GraphModule, nodes: list[fx.Node], pause: fx.Node, inputs: list[fx.Node], wanted: list[fx.Node]
-) -> fx.GraphModule:
-    graph = fx.Graph()
-    own = {node: graph.node_copy(node) for node in inputs}
-    kept = graph.placeholder("kept")
-    for node in wanted:
-        own[node] = graph.call_method("__getitem__", (kept, _key(node, pause)))
-    for node in nodes:
-        own[node] = graph.node_copy(node, own.__getitem__)
-    return new_module(whole, graph, "after")
-
-
-def _key(node: fx.Node, pause: fx.Node) -> str:
-    return "for_host" if node is pause else node.name
+    return PausedStep(*cut(whole, found, also=(logits,)))

@@ -8,9 +8,6 @@ load). The state keeps its shape; the window of a call has K + 1 columns for the
 follow from its width. The next window takes the first K drafts. What only made the others goes: draft calls whose cache
 rows nobody reads later (``scratch``), modules that write nothing, and draws. What brings the drafter's cache to the
 accepted prefix stays, so the drafts after a time with a smaller K are those that a larger one would have made.
-
-Where the host chooses K step by step, from the drafts that it finds (:mod:`specgraph.runtime.schedule.num_drafts`), a
-step that verifies few drafts makes all of them nevertheless (``ahead``), and only its window has fewer columns.
 """
 
 from __future__ import annotations
@@ -41,12 +38,11 @@ ABOUT_DRAFTS = (step.keep_confidence_, step.keep_point_mass_)
 @dataclass(frozen=True)
 class SpecialiseStep(Pass):
     """Options: ``logprobs``, ``none``, ``raw`` or ``processed``; ``unused``, names of inputs to do without; ``drafts``,
-    how many of the drafter's K are made and verified, None for all; ``ahead``, whether all are made in any case."""
+    how many of the drafter's K are made and verified, None for all."""
 
     logprobs: str = "none"
     unused: tuple[str, ...] = ()
     drafts: int | None = None
-    ahead: bool = False
 
     name: ClassVar[str] = "specialise_step"
     requires: ClassVar[frozenset[str]] = frozenset({"verify", "grid"})
@@ -65,7 +61,7 @@ class SpecialiseStep(Pass):
             node.args = fx.map_arg(node.args, lambda arg: None if arg in left_out else arg)
         # Before fewer drafts are made, since what a drafter reads of the tokens shows that it keeps them for itself.
         _drop_processors(program)
-        notes = () if self.drafts is None else (_make_fewer(program, self.drafts, ahead=self.ahead),)
+        notes = () if self.drafts is None else (_make_fewer(program, self.drafts),)
         drop_unread(program)
         given = [node for node in program.graph.nodes if "logprobs" in node.kwargs]
         for node in given:
@@ -97,15 +93,13 @@ def _drop_writers(program: Program, state: fx.Node) -> None:
             program.graph.erase_node(writer)
 
 
-def _make_fewer(program: Program, count: int, *, ahead: bool) -> str:
-    """Let the step verify ``count`` drafts, and, unless it looks ``ahead``, make no more. Returns a note."""
+def _make_fewer(program: Program, count: int) -> str:
+    """Let the step make and verify ``count`` drafts. Returns a note."""
     most = program.drafter.num_speculative_tokens
     if count >= most:
         return f"all {most} drafts"
     for node in calls(program.graph, step.needed_rows):
         set_argument(node, "count", count + 1)
-    if ahead:
-        return f"{count} of {most} drafts are verified, and all are made"
     (advance,) = calls(program.graph, step.advance_)
     set_argument(advance, "drafts", _first(program, advance, arguments(advance)["drafts"], count))
     _forget(program, count)

@@ -14,9 +14,10 @@ from specgraph.ir.program import Program
 from specgraph.passes.base import Pass
 from specgraph.passes.insert_processors import OPTIONS
 from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
+from specgraph.specialise.end_chains import StepModule, ending_chains
 from specgraph.specialise.mode import Mode
 from specgraph.specialise.pack_rows import PackRows
-from specgraph.specialise.pause_step import PausedStep, PauseStep, halves
+from specgraph.specialise.pause_step import PauseStep, halves
 from specgraph.specialise.process_drafts import ProcessDrafts
 from specgraph.specialise.score_rows import ScoreRows
 from specgraph.specialise.specialise_step import SpecialiseStep
@@ -40,26 +41,30 @@ class StepCache:
         self._program, self._stages, self._reports, self._callbacks = program, stages, reports, callbacks
         self._compiled = program.compile_modules()
         self._lock = threading.Lock()
-        self.steps: dict[Mode, fx.GraphModule | PausedStep] = {}
+        self.steps: dict[Mode, StepModule] = {}
         self._scoring: dict[ScoreRows, fx.GraphModule] = {}
 
-    def step(self, mode: Mode) -> fx.GraphModule | PausedStep:
+    def step(self, mode: Mode) -> StepModule:
         """The step for one kind of log-probabilities and one K, without the sampling options that are off.
 
-        One that pauses for the host is cut in two.
+        One that pauses for the host is cut in two. Where the host chooses how many drafts are verified, only the width
+        of the window differs, so one step serves all numbers.
         """
+        mode = mode._replace(drafts=None) if mode.ahead else mode
         with self._lock:
             if mode not in self.steps:
                 program = self._make([*self._passes(mode)])
                 self._compiled = program.compile_modules(self._compiled)
-                step = program.executable(self._compiled)
-                self.steps[mode] = halves(step, program.one("logits").name) if mode.paused else step
+                whole = program.executable(self._compiled)
+                step: StepModule = halves(whole, program.one("logits").name) if mode.paused else whole
+                ends = mode.ahead and not mode.traced  # a trace has a place for every draft that could be made
+                self.steps[mode] = ending_chains(step, packed=mode.packed) if ends else step
             return self.steps[mode]
 
     def _passes(self, mode: Mode) -> Iterator[Pass]:
         if "processors" in self._program.facts and not OPTIONS.keys() <= {*mode.unused}:
             yield ProcessDrafts()
-        yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts, mode.ahead)
+        yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts)
         if mode.traced:
             yield TraceStep(mode.unused)
         if mode.packed:

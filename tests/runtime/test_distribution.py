@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.decoding import compiled
+import specgraph
+from specgraph.drafters import draft_model
+from tests.decoding import CONFIG, compiled
 from tests.models import make_model
 
 VOCAB, LENGTH, BATCH, RUNS = 5, 4, 8192, 25
@@ -23,6 +25,8 @@ PROMPT = torch.tensor([3, 1, 4])
 FEWER, UP = {1: 3, 4000: 1, 6000: 2}, {1: 3, 5000: 1, 7000: 2}
 """K by load, which changes while sequences enter and while they end: steps decode about 2730, 5460, 7650, 6450, 3670
 and 960 of them for a draft that is like the target, and 2730, 5460, 8190, 7880, 5120 and 2430 for the opposite one."""
+ENDS = "ends"
+"""Chains of at most three drafts, which end where the draft is not sure."""
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
                          "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 16}  # fmt: skip
 
@@ -85,15 +89,25 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
         ("block", "draft_model", 1, 2, 1.0, 0),
         ("probabilistic", "draft_model", 1, FEWER, 1.0, 0),
         ("block", "draft_model", -1, UP, 0.7, 3),
+        ("probabilistic", "draft_model", 1, ENDS, 1.0, 0),
+        ("block", "draft_model", 1, ENDS, 1.0, 0),
     ],
     ids=["strict, drawn", "probabilistic, point masses", "probabilistic, opposite draft, top-k", "block, drawn",
-         "probabilistic, K by load", "block, opposite draft, K by load"],
+         "probabilistic, K by load", "block, opposite draft, K by load", "probabilistic, chains end",
+         "block, chains end"],
 )  # fmt: skip
 def test_joint_distribution_over_several_steps(
-    rule: str, kind: str, draft: int | None, k: int | dict[int, int], temperature: float, top_k: int
-) -> None:
+    rule: str, kind: str, draft: int | None, k: int | dict[int, int] | str, temperature: float, top_k: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(draft_model, "LEAST_SURVIVAL", 0.3)  # the models are hardly sure of anything
     loaded = None if draft is None else opposite() if draft < 0 else model(draft)
-    decoder = compiled(model(0), kind, k, loaded, verify={"rule": rule}, max_batch_size=BATCH)
+    extra: dict[str, Any] = {"verify": {"rule": rule}, "max_batch_size": BATCH}
+    if k == ENDS:
+        extra |= {"draft.num_speculative_tokens": 3, "draft.adaptive": True}
+        decoder = specgraph.compile_speculative(model(0), {**CONFIG, "draft.kind": kind, **extra}, draft=loaded)
+    else:
+        decoder = compiled(model(0), kind, k, loaded, **extra)  # type: ignore[arg-type]
     counts = torch.zeros(VOCAB**LENGTH, dtype=torch.float64)
     weights = torch.tensor([VOCAB ** (LENGTH - 1 - i) for i in range(LENGTH)])
     prompts, steps = PROMPT.expand(BATCH, -1), 0
@@ -103,5 +117,8 @@ def test_joint_distribution_over_several_steps(
         counts += torch.bincount((torch.stack(out.new_tokens) * weights).sum(1), minlength=VOCAB**LENGTH)
         steps = max(steps, *map(len, out.stats.emitted_per_step))
     assert counts.sum() >= 200_000 and steps >= 2
-    assert isinstance(k, int) or {mode.drafts for mode in decoder._step_cache.steps} == {2, 1, None}
+    if k == ENDS:
+        assert len(out.stats.steps_by_drafts) > 1
+        assert decoder._program.drafter.least_survival == 0.3
+    assert not isinstance(k, dict) or {mode.drafts for mode in decoder._step_cache.steps} == {2, 1, None}
     assert p_value(counts, exact_joint(temperature, top_k)) > 1e-3

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Sequence
 from specgraph.errors import BusyError, InputError
 from specgraph.kernels.step.tokens import NAN_FOUND
 from specgraph.runtime.execution.pause import HostTime, Pause, Paused
-from specgraph.runtime.execution.runner import Runner, StepModule
+from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.execution.steps import DraftTraceView, InFlightStep, Output, Step, not_a_number
 from specgraph.runtime.memory.pages import known_tokens, num_pages
 from specgraph.runtime.memory.sizing import Footprint
@@ -28,6 +28,7 @@ from specgraph.runtime.schedule.prefill import Prefill
 from specgraph.runtime.schedule.prompt_shapes import Overhead
 from specgraph.runtime.schedule.scheduler import Entry, Plan, Scheduler
 from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
+from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
 
 
@@ -213,7 +214,7 @@ class Engine:
         ahead = self._policy.worth is not None
         if ahead and (packed or self._traced):
             drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
-        mode = Mode(self._logprobs, self._unused, drafts, paused, packed, self._traced, ahead and drafts is not None)
+        mode = Mode(self._logprobs, self._unused, drafts, paused, packed, self._traced, ahead)
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
@@ -238,17 +239,17 @@ class Engine:
         results = self._runner.decode([s.slot for s in decoding], pause)
         if worth is not None and not self._traced:
             seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
-            worth.costs.add(self._kind(), len(decoding) * results.width, seconds)
+            worth.learn(self._kind(), len(decoding) * results.width, seconds)
         verified = results.width - 1 if plan.drafts is None else plan.drafts
         return InFlightStep(results, decoding, pause=pause, drafts=verified)
 
-    def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> int | None:
-        """K for the next step of sequences that decode, by what their drafts are worth; None for the drafter's own."""
+    def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> int:
+        """K for the next step of sequences that decode, by what their drafts are worth."""
         worth, slots = self._policy.worth, [s.slot for s in decoding]
         assert worth is not None, "without it, K depends on the number of sequences alone"
         drafts = worth.choose(self._kind(), decoding, self._runner.real_drafts(slots))
         self._runner.keep_drafts(slots, drafts)
-        return drafts if drafts < worth.choices[-1] else None
+        return drafts
 
     def _kind(self) -> tuple[object, ...]:
         """What distinguishes steps whose rows cost more from others."""

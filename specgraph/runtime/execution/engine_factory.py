@@ -8,20 +8,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from specgraph.config import Config
+from specgraph.drafters.base import chooses_drafts
 from specgraph.ir.program import Program
 from specgraph.kernels.verify import LOSSLESS_RULES
 from specgraph.runtime.execution.engine import Engine
 from specgraph.runtime.execution.pause import HostTime
 from specgraph.runtime.execution.plain_mode import plain_mode
-from specgraph.runtime.execution.runner import StepModule
 from specgraph.runtime.execution.runner_pool import RunnerPool
 from specgraph.runtime.execution.steps import Step
 from specgraph.runtime.memory.pages import num_pages
 from specgraph.runtime.memory.sizing import modest
-from specgraph.runtime.schedule.num_drafts import Worth, choices
+from specgraph.runtime.schedule.num_drafts import Longest, Worth, choices
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prompt_shapes import Overhead
 from specgraph.runtime.schedule.step_costs import StepCosts
+from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
 
 SESSION_EOS_IDS = 8
@@ -103,23 +104,29 @@ class EngineFactory:
     def adapts(self) -> bool:
         """Whether K is chosen by what it is worth, where ``draft.adaptive`` leaves that open or asks for it."""
         program, config = self.program, self.config
-        able = program.drafter.looks_up and program.target.device.type == "cpu" and not program.captured
-        # Under other rules than strict tokens depend on K, and K on times, so a seed would not repeat a run.
-        rules = LOSSLESS_RULES if config.draft.adaptive else ("strict",)
-        wanted = config.draft.adaptive is not False and config.draft.num_speculative_tokens_by_load is None
-        return able and wanted and config.verify.rule in rules
+        chosen = chooses_drafts(config.draft, config.verify.rule, program.target.device)
+        able = program.drafter.looks_up or program.drafter.least_survival > 0
+        return able and chosen and not program.captured
 
     def describe(self) -> list[str]:
         """A line for the report, if K is chosen by what it is worth."""
         if not self.adapts:
             return []
-        counts = {k: self.chosen[k] for k in choices(self.program.drafter.num_speculative_tokens)}
-        among = "; ".join(f"{k} in {count} steps" for k, count in counts.items())
-        return [f"K is chosen for each step, by what its drafts are worth (draft.adaptive): {among}"]
+        drafter, reason = self.program.drafter, "by what its drafts are worth"
+        numbers = choices(drafter.num_speculative_tokens)
+        if drafter.least_survival:
+            numbers = sorted(self.chosen)
+            reason = f"while all drafts are right with a probability of {drafter.least_survival}, as the draft sees it"
+        among = "; ".join(f"{k} in {self.chosen[k]} steps" for k in numbers)
+        return [f"K is chosen for each step, {reason} (draft.adaptive): {among}"]
 
-    def _worth(self) -> Worth | None:
-        most = self.program.drafter.num_speculative_tokens
-        return Worth(most, self.costs, self.chosen) if self.adapts else None
+    def _worth(self) -> Worth | Longest | None:
+        drafter = self.program.drafter
+        if not self.adapts:
+            return None
+        if drafter.least_survival:
+            return Longest(self.chosen)
+        return Worth(drafter.num_speculative_tokens, self.costs, self.chosen)
 
     def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
         return plain_mode(self.program.target.device)

@@ -30,12 +30,10 @@ from specgraph.runtime.memory.sizing import Footprint
 from specgraph.runtime.memory.slots import Admission, uploaded
 from specgraph.runtime.memory.snapshots import Snapshots
 from specgraph.runtime.schedule.prefill import Chunk
+from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
 from specgraph.specialise.pack_rows import ROOM
 from specgraph.specialise.pause_step import PausedStep
-
-StepModule = fx.GraphModule | PausedStep
-"""A step, or one that pauses for the host."""
 
 
 class Runner:

@@ -62,7 +62,28 @@ class Worth:
         self._chosen[best] += 1
         return best
 
+    def learn(self, kind: Hashable, rows: int, seconds: float) -> None:
+        """Take note of a decode step of ``kind``, of so many rows."""
+        self.costs.add(kind, rows, seconds)
+
     def _outlook(self, sequence: ActiveSequence) -> Outlook:
         if sequence.outlook is None:
             sequence.outlook = Outlook.beginning(self._shared)
         return sequence.outlook
+
+
+class Longest:
+    """Chooses K for the steps of an engine whose drafter ends its chains itself: all drafts are verified."""
+
+    def __init__(self, chosen: Counter[int]) -> None:
+        """``chosen`` counts the steps of each K."""
+        self._chosen = chosen
+
+    def choose(self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]) -> int:
+        """K for a step over sequences that have these drafts."""
+        longest = max(map(len, drafts))
+        self._chosen[longest] += 1
+        return longest
+
+    def learn(self, kind: Hashable, rows: int, seconds: float) -> None:
+        """Nothing is learned from the time of a step."""

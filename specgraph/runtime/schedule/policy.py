@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from specgraph.runtime.schedule.num_drafts import Worth
+from specgraph.runtime.schedule.num_drafts import Longest, Worth
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Policy:
         drafts: K by the number of sequences in a decode step: that of the largest key up to this number. None, and an
             empty table, is the drafter's own. A step that runs prompts makes as many as the sequences that decode in it
             would get without them, and the drafter's own number if none does.
-        worth: chooses K for every step by what it is worth; None where ``drafts`` decide.
+        worth: chooses K for every step, from the drafts that are there; None where ``drafts`` decide.
     """
 
     chunk: int
     fair: bool
     joint: bool = True
     drafts: Mapping[int, int | None] = field(default_factory=dict)
-    worth: Worth | None = None
+    worth: Worth | Longest | None = None
 
     def drafts_of(self, count: int) -> int | None:
         """K for a decode step of ``count`` sequences."""
