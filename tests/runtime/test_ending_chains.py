@@ -15,6 +15,7 @@ from specgraph.drafters import draft_model
 from specgraph.errors import PassError
 from specgraph.ir.graphs import calls
 from specgraph.kernels import step
+from specgraph.kernels.step.finalize import StepUpdate
 from specgraph.specialise import step_cache
 from specgraph.specialise.end_chains import EndingStep, ending_chains
 from specgraph.specialise.pause_step import PausedStep
@@ -94,8 +95,13 @@ def test_a_chain_ends_where_the_draft_model_is_not_sure(rule: str) -> None:
 @pytest.mark.parametrize("bug", [lambda rows: rows - 1, lambda rows: rows.clamp(max=1)], ids=["late", "one row"])
 def test_a_cache_that_is_not_caught_up_is_found(bug: Any) -> None:
     stage = drafting_stage(decoder_of()).copy()
-    for node in calls(stage.graph, step.catch_up_rows):
-        node.target = lambda num_emitted: bug(step.catch_up_rows(num_emitted))
+
+    def wrong(*given: Any, **options: Any) -> StepUpdate:
+        update = StepUpdate(*step.finalize_step(*given, **options))
+        return update._replace(num_rows=bug(update.num_rows))
+
+    for node in calls(stage.graph, step.finalize_step):
+        node.target = wrong
     with pytest.raises(AssertionError):
         check_fresh_start(forced_run(stage, PROMPTS[:3], (48, 41, 23), seed=0))
 
