@@ -37,14 +37,14 @@ DEVICES = ("cpu", "cuda")
 """The device types that every op has a variant for."""
 VARIANTS = {
     "reference": DEVICES, "cpu": ("cpu",), "triton": ("cuda",), "hopper": ("cuda",), "library": ("cuda",),
-}  # fmt: skip
+}
 """The names that variants may have, and the device types that each is for: plain PyTorch, one form for CPUs, one in
 Triton, one for GPUs of compute capability 9.x alone, and one around a product of cuBLAS or another library."""
 
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", int: "int", int | None: "int?",
     float: "float", list[float]: "float[]", float | None: "float?", bool: "bool", str: "str", torch.dtype: "ScalarType",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def declare(op: Op[P, R]) -> Op[P, R]:
 def triton_or_reference(
     triton: Callable[..., Any], reference: Callable[..., Any], *, covers: Callable[[Any], bool] | None = None,
     moves_only: bool = False,
-) -> tuple[Variant, Variant]:  # fmt: skip
+) -> tuple[Variant, Variant]:
     """The variants of most ops: a Triton form whose rows are independent of each other, and plain PyTorch.
 
     PyTorch promises such rows only to ops that move elements and compute with integers alone (``moves_only``).

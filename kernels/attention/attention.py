@@ -174,7 +174,7 @@ def rotary_attention_reference(given: RotaryAttention) -> Tensor:
     rotated = PagedAttention(
         q, k, given.v, given.k_cache, given.v_cache, given.slots, given.block_table, given.positions, given.sinks,
         scale=given.scale, window=given.window, softcap=given.softcap,
-    )  # fmt: skip
+    )
     return paged_attention_reference(rotated)
 
 

@@ -50,7 +50,7 @@ from specgraph.kernels.launch import arrival_counters, launch_options, supports_
 def _load_block(
     k, v, cos, sin, angles, T, k_t, v_t, angle_t,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr, NEW: tl.constexpr,
-):  # fmt: skip
+):
     """Keys ``[NEW, DP]``, rotated, and values ``[NEW, DVP]`` of the ``T`` <= ``NEW`` rows of a block."""
     key_row = tl.arange(0, NEW)
     place, inside = key_row.to(tl.int64)[:, None], (key_row < T)[:, None]
@@ -64,7 +64,7 @@ def _load_block(
 def _attend_block(
     query, row, T, keys, values, scale, DVP: tl.constexpr, NEW: tl.constexpr, BLOCK_R: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
+):
     """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` over the ``T`` <= ``NEW`` keys of their block.
 
     ``row`` is the number of each row in its block. Returns the running maximum, the normaliser and the weighted values.
@@ -94,7 +94,7 @@ def block_attention_kernel(
     NEW: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ANCHORED: tl.constexpr, SINKS: tl.constexpr,
     ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr, PAGES: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Attention of ``BLOCK_R`` (row, head) pairs of one key-value head to a share of their context, and to the block.
 
     The grid is (row tiles, B * Hkv, split). If ``SPLIT`` and a tile has several work units, their partial results go
@@ -141,7 +141,7 @@ def block_attention_kernel(
     own_keys, own_values = _load_block(
         k + batch * k_b + head * k_h, v + batch * v_b + head * v_h, cos, sin, batch * angle_b, T, k_t, v_t, angle_t,
         D, DV, DP, DVP, ROTARY, NEW,
-    )  # fmt: skip
+    )
 
     row_max, row_sum, acc = empty_state(DVP, BLOCK_R, False)
     task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
@@ -155,7 +155,7 @@ def block_attention_kernel(
                 query, position, k_cache_head, v_cache_head, pages,
                 begin, tl.minimum(end, (piece + 1) * PIECE), k_slot, v_slot, scale, 0.0,
                 D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_K, BLOCK_R, WINDOW, False, STAGES, OFFSET, True,
-            )  # fmt: skip
+            )
             unit_max, unit_sum, unit_acc = merge(
                 unit_max, unit_sum, unit_acc, piece_max, piece_sum, piece_acc, scale, False
             )
@@ -210,7 +210,7 @@ def write_context_triton(given: WriteContext) -> None:
         k, v, cos, sin, *caches, given.slots.contiguous(), *k.stride()[:3], *v.stride()[:3], *angle_strides,
         *_cache_strides(given), rows, HEADS=groups, **paged.widths(k, v), ROWS=WRITTEN_ROWS,
         ROTARY=paged.rotated_width(cos), PDL=pdl, **_launch(pdl),
-    )  # fmt: skip
+    )
 
 
 def paged_block_attention_triton(given: PagedBlockAttention, *, tiling: Tiling | None = None) -> Tensor:
@@ -248,7 +248,7 @@ def paged_block_attention_triton(given: PagedBlockAttention, *, tiling: Tiling |
         ROTARY=paged.rotated_width(cos), SPLIT=split > 1, OFFSET=paged.offset_type(*caches),
         STAGES=tiling.num_stages or paged.num_stages(tiling.block_keys, sizes, q.dtype),
         PAGES=paged.pages_of(tiling.piece, block_size), PDL=pdl, **_launch(pdl),
-    )  # fmt: skip
+    )
     return out
 
 

@@ -36,7 +36,7 @@ from specgraph.kernels.attention.work_units import divide_context, is_last, merg
 def _load_new_rows(
     keys, values, cos, sin, angles, keep,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr,
-):  # fmt: skip
+):
     """Load new rows of one key-value head in the form in which they are cached; zeros where not ``keep``."""
     dim = tl.arange(0, DP)[None, :]
     rows = load_rows(keys + dim, dim, cos, sin, angles + dim, keep[:, None] & (dim < D), D, ROTARY)
@@ -48,7 +48,7 @@ def _load_new_rows(
 def _store_new_rows(
     keys, values, k_cache, v_cache, slot, head, keep, k_slot, k_head, v_slot, v_head,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-):  # fmt: skip
+):
     """Write the rows that :func:`_load_new_rows` loaded to the cache at ``slot``, where ``keep``."""
     slot = slot[:, None]
     dim = tl.arange(0, DP)[None, :]
@@ -63,7 +63,7 @@ def write_cache_kernel(
     k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr,
     ROTARY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Rotate ``ROWS`` rows of one head of one sequence and write them to the cache.
 
     The grid is (row tiles, B * Hkv).
@@ -79,7 +79,7 @@ def write_cache_kernel(
     keys, values = _load_new_rows(
         k + batch * k_b + head * k_h + row * k_t, v + batch * v_b + head * v_h + row * v_t,
         cos, sin, batch * angle_b + row * angle_t, slot >= 0, D, DV, DP, DVP, ROTARY,
-    )  # fmt: skip
+    )
     _store_new_rows(
         keys, values, k_cache, v_cache, slot, head, slot >= 0, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
     )
@@ -106,7 +106,7 @@ def attend_piece(
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAGES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, OFFSET: tl.constexpr, BEHIND: tl.constexpr = False,
-):  # fmt: skip
+):
     """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at ``position`` over the keys in ``[begin, end)``.
 
     ``begin`` is a multiple of ``BLOCK_K``. Rows are in front of ``end``, unless ``BEHIND``. Returns the running
@@ -155,7 +155,7 @@ def decode_attention_kernel(
     BLOCK_R: tl.constexpr, WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr, PAGES: tl.constexpr,
     LANES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Attention of ``BLOCK_R`` (row, head) pairs of one key-value head to a share of the work units of their context.
 
     The grid is (row tiles, B * Hkv, split), and (row tiles of all sequences, Hkv, split) if rows are packed (``LANES``
@@ -230,7 +230,7 @@ def decode_attention_kernel(
                 query, position, k_cache_head, v_cache_head, pages,
                 begin, tl.minimum(end, (piece + 1) * PIECE), k_slot, v_slot, scale, cap,
                 D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES, OFFSET,
-            )  # fmt: skip
+            )
             unit_max, unit_sum, unit_acc = merge(
                 unit_max, unit_sum, unit_acc, piece_max, piece_sum, piece_acc, scale, False
             )

@@ -156,7 +156,7 @@ def take_packed_rows_reference(given: TakePackedRows) -> Tensor:
 def _packed_places_kernel(
     cu_seqlens, source, num_rows, batch, width, room,
     SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Where up to ``BLOCK`` rows of one sequence lie, or of the padding. The grid is (B + 1, blocks of rows)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -230,7 +230,7 @@ def packed_places_triton(given: PackedPlaces) -> tuple[Tensor, Tensor]:
     _packed_places_kernel[(batch + 1, triton.cdiv(len(source), _BLOCK))](
         cu_seqlens, source, given.num_rows.contiguous(), batch, given.width, len(source),
         SEQUENCES=triton.next_power_of_2(batch + 1), BLOCK=_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return cu_seqlens, source
 
 

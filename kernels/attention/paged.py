@@ -151,7 +151,7 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
         "BLOCK_K": tiling.block_keys, "WINDOW": window or 0, "SOFTCAP": softcap is not None,
         "SINKS": sinks is not None, "STAGES": tiling.num_stages or num_stages(tiling.block_keys, sizes, q.dtype),
         "OFFSET": offset_type(*caches), "LANES": 0 if packed is None else max(LANES, _power_of_two(len(packed) - 1)),
-    }  # fmt: skip
+    }
     tables = (slots, block_table, positions, packed, sinks, out)
     factors = score_factors(scale, softcap)
     if prefill:
@@ -159,7 +159,7 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
             q, cos, sin, *caches, *tables, len(block_table), *q.stride()[:3], *angle_strides, *caches_strides,
             block_table.stride(0), rows, capacity, *factors,
             BLOCK_R=PREFILL_PAIRS, **constants, **sizes, **modes, **{**options, "num_warps": 4 if widest <= 128 else 8},
-        )  # fmt: skip
+        )
         return out
 
     tile_rows = tiling.block_rows or block_rows(pairs, sequences, q.dtype)
@@ -174,7 +174,7 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
         block_table.stride(0), rows, pieces, work_units, *factors,
         BLOCK_R=tile_rows, WRITE=0 if write_first else _power_of_two(max(rows, WRITTEN_ROWS)), SPLIT=split > 1,
         PAGES=pages_of(tiling.piece, caches[0].shape[1]), **constants, **sizes, **modes, **options,
-    )  # fmt: skip
+    )
     return out
 
 

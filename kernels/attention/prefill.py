@@ -64,7 +64,7 @@ def _add_blocks(
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PIECE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """Add the keys ``[first, past)`` of a run.
 
     The state is that of the run's finished pieces (``run_max``, ``run_sum``, ``run_acc``) and that of the current
@@ -100,7 +100,7 @@ def prefill_attention_kernel(
     BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTARY: tl.constexpr, STAGES: tl.constexpr,
     OFFSET: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Attention of ``BLOCK_R`` (row, head) pairs of one key-value head to all that they see.
 
     The grid is (row tiles, B * Hkv), and (row tiles of all sequences, Hkv) if rows are packed (``LANES`` > 0).
@@ -144,12 +144,12 @@ def prefill_attention_kernel(
             run_max, run_sum, run_acc, piece_max, partial_sums, piece_acc, begin, whole,
             query, position, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
             D, DV, DP, DVP, BLOCK_SIZE, PIECE, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES, OFFSET, False,
-        )  # fmt: skip
+        )
         run_max, run_sum, run_acc, piece_max, partial_sums, piece_acc = _add_blocks(
             run_max, run_sum, run_acc, piece_max, partial_sums, piece_acc, whole, past,
             query, position, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
             D, DV, DP, DVP, BLOCK_SIZE, PIECE, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES, OFFSET, True,
-        )  # fmt: skip
+        )
         piece_sum = sum_of_keys(partial_sums, BLOCK_K, BLOCK_R, True)
         run_max, run_sum, run_acc = merge(run_max, run_sum, run_acc, piece_max, piece_sum, piece_acc, scale, True)
         row_max, row_sum, acc = merge(row_max, row_sum, acc, run_max, run_sum, run_acc, scale, True)

@@ -75,7 +75,7 @@ def rotary_angles_reference(given: RotaryAngles) -> tuple[Tensor, Tensor]:
 def _rotary_angles_kernel(
     out_cos, out_sin, positions, inv_freq, SCALING: tl.constexpr, MAX: tl.constexpr, FREQUENCIES: tl.constexpr,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One row per program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -109,7 +109,7 @@ def rotary_angles_triton(given: RotaryAngles) -> tuple[Tensor, Tensor]:
         FREQUENCIES=inv_freq.shape[0], WIDTH=width, PAIRS=given.layout == "pairs",
         BLOCK=triton.next_power_of_2(width), EXACT=tl.float64 if inv_freq.dtype == torch.float64 else tl.float32,
         PDL=pdl, num_warps=4 if width > 64 else 2, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return cos, sin
 
 

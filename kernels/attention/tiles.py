@@ -125,7 +125,7 @@ def empty_sums(BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.const
 def score(
     query, keys, position, key_position, cap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, ROWS_LEFT: tl.constexpr,
-):  # fmt: skip
+):
     """Scores of ``query`` (``[BLOCK_R, DP]``, or its transpose) and ``keys`` ``[BLOCK_K, DP]``, before ``scale``.
 
     A score times the caller's ``scale`` is an exponent of 2. If not ``MASKED``, every row sees every key.
@@ -225,7 +225,7 @@ def _result(row_max, row_sum, acc, sinks, q_head, scale, SINKS: tl.constexpr, RO
 def store_result(
     out, out_row, keep, row_max, row_sum, acc, sinks, q_head, scale,
     DV: tl.constexpr, DVP: tl.constexpr, SINKS: tl.constexpr, ROWS_LEFT: tl.constexpr,
-):  # fmt: skip
+):
     """Write the results of the rows selected by ``keep`` to ``out`` ``[rows, DV]``."""
     value_dim = across_rows(tl.arange(0, DVP), ROWS_LEFT)
     cells = per_row(out_row * DV, ROWS_LEFT) + value_dim

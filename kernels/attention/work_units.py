@@ -92,7 +92,7 @@ def is_last(counter, programs):
 def merge_work_units(
     partials, first_index, work_units, first_work_unit, pieces_per_unit, real, scale,
     RUN: tl.constexpr, DVP: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+):
     """Merge all work units of a tile in the order of a single program: pieces into runs, and runs into the whole."""
     row_max, row_sum, acc = empty_state(DVP, BLOCK_R, False)
     run_max, run_sum, run_acc = empty_state(DVP, BLOCK_R, False)

@@ -68,7 +68,7 @@ def concat_triton(given: Concat) -> Tensor:
     _concat_kernel[grid](
         out, tuple(part.contiguous() for part in given.parts), WIDTHS=widths, TOTAL=out.shape[-1], BLOCK=block, PDL=pdl,
         num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out
 
 

@@ -65,7 +65,7 @@ def embedding_triton(given: Embedding) -> Tensor:
     _embedding_kernel[(given.tokens.numel(), triton.cdiv(width, block))](
         out, given.weight.contiguous(), given.tokens.contiguous(), WIDTH=width, BLOCK=block, PDL=pdl, num_warps=4,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out
 
 

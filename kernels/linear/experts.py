@@ -118,7 +118,7 @@ def _expert_linear_kernel(
     out, x, weight, bias, order, counts, num_rows, stride_e, stride_o, stride_k, INNER: tl.constexpr,
     OUTER: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -175,7 +175,7 @@ def expert_linear_triton(given: ExpertLinear) -> Tensor:
         stride_e, stride_o, stride_k, INNER=inner, OUTER=outer, BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k, EXACT=tl.float64 if x.dtype == torch.float64 else tl.float32, PDL=pdl,
         num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out
 
 

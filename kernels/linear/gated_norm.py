@@ -65,7 +65,7 @@ def _gated_rms_norm_kernel(
     out, x, gate, weight, group, outer, inner, gate_group, gate_outer, gate_inner, EPS: tl.constexpr,
     OFFSET: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr,
     EXACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One row per program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -92,7 +92,7 @@ def gated_rms_norm_triton(given: GatedRmsNorm) -> Tensor:
         SILU=given.activation == "silu", WIDTH=width, BLOCK=block, ALIGNMENT=x.alignment,
         EXACT=tl.float64 if out.dtype == torch.float64 else tl.float32, PDL=pdl,
         num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out
 
 

@@ -58,7 +58,7 @@ def _rms_norms_kernel(
     outs, inputs, weights, HEADS: tl.constexpr, STRIDES: tl.constexpr, APART: tl.constexpr, EPS: tl.constexpr,
     OFFSET: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One head of one row per program. The grid is (rows, heads of all inputs)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -92,7 +92,7 @@ def rms_norms_triton(given: RmsNorms) -> list[Tensor]:
         APART=tuple(x.stride(2) // alignment for x in inputs), EPS=given.eps, OFFSET=given.offset, WIDTH=width,
         BLOCK=block, ALIGNMENT=alignment, EXACT=tl.float64 if outs[0].dtype == torch.float64 else tl.float32, PDL=pdl,
         num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
-    )  # fmt: skip
+    )
     return outs
 
 

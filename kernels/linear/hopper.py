@@ -157,4 +157,4 @@ def launch(product: Product) -> None:
         BLOCK_N=tiling.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, PIECES=pieces, SPLIT=tiling.split, GROUPS=groups,
         STAGES=tiling.stages, ACTIVATION=product.activation.removesuffix("_mul"), GATED=product.gated, PDL=product.pdl,
         num_warps=4, enable_fp_fusion=False, **launch_options(product.pdl),
-    )  # fmt: skip
+    )

@@ -58,7 +58,7 @@ def _fill(
     weight, x, ring, x_ring, barriers, row, up_offset, first_n, begin, weight_is_constant,
     BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, BYTES: gl.constexpr,
     PDL: gl.constexpr,
-):  # fmt: skip
+):
     """Request the first blocks: those of the weight before the wait for the preceding kernel, those of x after it."""
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=1)
@@ -84,7 +84,7 @@ def _multiply(
     weight, x, ring, x_ring, barriers, row, up_offset, first_n, begin,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, OWN_PIECES: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, BYTES: gl.constexpr,
-):  # fmt: skip
+):
     """Compute the products of one or two tiles of the weight with the rows of x, ``[64, BLOCK_N]`` each.
 
     They run over ``OWN_PIECES`` pieces of ``BLOCKS`` blocks. Each piece is summed by itself, and the sums are added in
@@ -277,7 +277,7 @@ def linear_hopper_kernel(
     _fill(
         weight, x, ring, x_ring, barriers, row, out_features, first_n, begin, weight_is_constant,
         BLOCK_K, OWN_PIECES * BLOCKS, STAGES, TILES, BYTES, PDL,
-    )  # fmt: skip
+    )
     o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
     n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _OUT))
     mask = (o < out_features)[:, None] & (n < rows)[None, :]
@@ -288,7 +288,7 @@ def linear_hopper_kernel(
     y, second = _multiply(
         weight, x, ring, x_ring, barriers, row, out_features, first_n, begin,
         BLOCK_N, BLOCK_K, BLOCKS, OWN_PIECES, STAGES, TILES, BYTES,
-    )  # fmt: skip
+    )
     finish = True
     if SPLIT:
         y, second, finish = _merge(

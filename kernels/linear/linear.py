@@ -269,7 +269,7 @@ def _product(given: Linear | LinearNorm, out: Tensor, next_norm: NextNorm | None
     return Product(
         out, as_rows(x), rows, given.bias, residual, given.sum_sq, given.norm_eps, given.activation, constant,
         next_norm, pdl,
-    )  # fmt: skip
+    )
 
 
 def _linear_fake(given: Linear | LinearNorm) -> Tensor:

@@ -234,7 +234,7 @@ def _prefetch_rows(rows, size: tl.constexpr):
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
         [address, tl.full(address.shape, size, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -312,7 +312,7 @@ def linear_kernel(
         sum_sq, residual, norm_weight = _load_epilogue_operands(
             sum_sq_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
             residual_stride, norm_offset, GROUPS,
-        )  # fmt: skip
+        )
     if SPLIT:
         piece = tl.program_id(1)
         total = _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
@@ -339,12 +339,12 @@ def linear_kernel(
             sum_sq, residual, norm_weight = _load_epilogue_operands(
                 sum_sq_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
                 residual_stride, norm_offset, GROUPS,
-            )  # fmt: skip
+            )
         _finish(
             total, sum_sq, residual, norm_weight, out_ptr, bias_ptr, weighted_ptr, out_sum_sq_ptr, tile_o,
             weight_row, o, n, real, out_features, in_features, norm_eps, BLOCK_O, BLOCK_N, SCALE,
             residual_ptr is not None, ACTIVATION, GATED,
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])

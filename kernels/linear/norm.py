@@ -176,7 +176,7 @@ def rms_norm_row(x, weight, EPS, OFFSET, WIDTH: tl.constexpr, BLOCK: tl.constexp
 def _rms_norm_kernel(
     out, x, weight, group, outer, inner, EPS: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One row per program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -193,7 +193,7 @@ def _rms_norm_pair_kernel(
     out, x, y, x_weight, y_weight, tokens, group, outer, inner, y_group, y_outer, y_inner, X_EPS: tl.constexpr,
     X_OFFSET: tl.constexpr, Y_EPS: tl.constexpr, Y_OFFSET: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ALIGNMENT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The norm of one row of ``x`` or of ``y``. The grid is (rows, 2)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -218,7 +218,7 @@ def _rms_norm_pair_kernel(
 def _layer_norm_kernel(
     out, x, weight, bias, group, outer, inner, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ALIGNMENT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One row per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -241,7 +241,7 @@ def _layer_norm_kernel(
 def _row_mean_kernel(
     out, x, group, outer, inner, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One row per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -263,7 +263,7 @@ def _launch(kernel: Any, rows: Rows, out: Tensor, *vectors: Tensor | None, **opt
         out, rows.x, *vectors, *rows.arguments(), **options, WIDTH=width, BLOCK=block, ALIGNMENT=rows.alignment,
         EXACT=tl.float64 if rows.x.dtype == torch.float64 else tl.float32, PDL=pdl,
         num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -289,7 +289,7 @@ def rms_norm_pair_triton(given: RmsNormPair) -> Tensor:
         X_OFFSET=given.x_offset, Y_EPS=given.y_eps, Y_OFFSET=given.y_offset, WIDTH=width, BLOCK=block,
         ALIGNMENT=right.alignment, EXACT=tl.float64 if y.dtype == torch.float64 else tl.float32, PDL=pdl,
         num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out
 
 

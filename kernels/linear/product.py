@@ -158,7 +158,7 @@ def launch_tiles(product: Product, tiling: Tiles) -> None:
         GROUPS=groups, SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=product.activation.removesuffix("_mul"),
         GATED=product.gated, EARLY=early, PREFETCH=pdl and even and rows <= 64 and _allows_bulk_copies(weight), PDL=pdl,
         num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False, **launch_options(pdl),
-    )  # fmt: skip
+    )
     if product.next_norm and not fused_norm:
         launch_norm_parts(as_rows(out), product.next_norm, pdl)
 
@@ -180,7 +180,7 @@ def norm_scale(sum_sq: Tensor, features: int, norm_eps: float, pdl: bool) -> Ten
     norm_scale_kernel[(triton.cdiv(rows, 4),)](
         scale, sum_sq, rows, features, norm_eps, GROUPS=norm_groups(features), BLOCK_N=4, PDL=pdl, num_warps=1,
         enable_fp_fusion=False, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return scale
 
 
@@ -193,7 +193,7 @@ def launch_norm_parts(rows: Tensor, next_norm: NextNorm, pdl: bool | None) -> No
     norm_parts_kernel[(triton.cdiv(features, block_o), triton.cdiv(count, block_n))](
         weighted, sum_sq, rows, norm_weight, count, features, rows.stride(0), norm_offset,
         BLOCK_O=block_o, BLOCK_N=block_n, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
-    )  # fmt: skip
+    )
 
 
 def pieces_of(in_features: int, wanted: int, block_k: int) -> tuple[int, int]:

@@ -70,4 +70,4 @@ def _shape(given: Pointwise) -> torch.Size:
 POINTWISE = declare(
     Op("pointwise", Pointwise, _pointwise_fake,
        triton_or_reference(pointwise_triton, pointwise_reference, covers=_covers))
-)  # fmt: skip
+)

@@ -54,7 +54,7 @@ _FORMS = {
     "exp": "tl.exp({})", "relu": "tl.where({0} < 0.0, 0.0, {0})", "sigmoid": "1.0 / (1.0 + tl.exp(-{}))",
     "silu": "{0} / (1.0 + tl.exp(-{0}))", "softplus": "_softplus({})", "float32": "{}", "bfloat16": "{}",
     "float16": "{}",
-}  # fmt: skip
+}
 """How each function is written in float32."""
 
 
@@ -98,7 +98,7 @@ def source(program: str, inputs: Sequence[_Input]) -> str:
         "inside = at < total",
         *lines,
         "",
-    ])  # fmt: skip
+    ])
 
 
 def _strides(index: int, dims: int) -> list[str]:
@@ -151,4 +151,4 @@ def pointwise_kernel(outs: list[Tensor], inputs: list[Tensor], program: str) -> 
     kernel[triton.cdiv(total, block),](
         *arguments, total, WIDE=max(total + block, farthest) >= 1 << 31, BLOCK=block, PDL=pdl, num_warps=warps,
         enable_fp_fusion=False, **launch_options(pdl),
-    )  # fmt: skip
+    )

@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": torch.exp, "relu": torch.relu, "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu,
     "softplus": torch.nn.functional.softplus,
     **{name: _conversion(dtype) for name, dtype in DTYPES.items()},
-}  # fmt: skip
+}
 """The functions of a program. The first five are written as operators."""
 OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 

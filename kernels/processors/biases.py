@@ -108,7 +108,7 @@ def add_biases_cpu(given: AddBiases) -> Tensor:
     known = replace(
         given, history=given.history[:, : max([1, *given.start.tolist()])], bias_ends=given.bias_ends[:, :words],
         bias_values=given.bias_values[:, :words], bias_until=given.bias_until[:, :words],
-    )  # fmt: skip
+    )
     return _biased(known, longest)
 
 
@@ -116,7 +116,7 @@ def add_biases_cpu(given: AddBiases) -> Tensor:
 def _match_kernel(
     found_ptr, history_ptr, rows_ptr, window_ptr, start_ptr, num_forced_ptr, prompt_length_ptr, tokens_ptr, ends_ptr,
     values_ptr, until_ptr, stride, longest, count, width, words, total, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The biases of a block of words in one row. The grid is (blocks, R, B)."""
     r, b = tl.program_id(1), tl.program_id(2)
     row, start, length = row_context(rows_ptr, start_ptr, num_forced_ptr, b, r, longest, count, width)
@@ -174,7 +174,7 @@ def add_biases_triton(given: AddBiases) -> Tensor:
     _match_kernel[grid](
         found, history, *context, tokens, ends, *rest, history.stride(0), history.shape[1], count,
         given.window.shape[1], words, total, BLOCK=BLOCK, num_warps=2,
-    )  # fmt: skip
+    )
     _add_kernel[grid](out, logits, found, tokens, ends, count, vocab, words, total, BLOCK=BLOCK, num_warps=2)
     return out
 

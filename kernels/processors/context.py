@@ -138,13 +138,13 @@ def contiguous(given: object, *names: str) -> list[Any]:
     contiguous, because a copy of all sequences would be large."""
     parts = [getattr(given, name) for name in names]
     return [part if part is None or (n == "history" and part.stride(1) == 1) else part.contiguous()
-            for n, part in zip(names, parts, strict=True)]  # fmt: skip
+            for n, part in zip(names, parts, strict=True)]
 
 
 def declare_processor(
     name: str, arguments: type[Any], check: Callable[[Any], None], triton: Callable[..., Tensor],
     reference: Callable[..., Tensor], cpu: Callable[..., Tensor], *, moves_only: bool = False,
-) -> Op[Any]:  # fmt: skip
+) -> Op[Any]:
     """Declare an op that changes logits, with a form in Triton, one for a CPU, and the definition for float64."""
 
     def fake(given: Any) -> Tensor:

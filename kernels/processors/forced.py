@@ -92,7 +92,7 @@ def _forced(given: ForceTokens) -> Tensor:
 def _force_kernel(
     out_ptr, logits_ptr, start_ptr, num_forced_ptr, max_length_ptr, first_ptr, last_ptr, count, width, vocab,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of one row. The grid is (tiles, R, B)."""
     r, b = tl.program_id(1), tl.program_id(2)
     ids = tl.program_id(0) * TILE + tl.arange(0, TILE)

@@ -105,7 +105,7 @@ def ban_ngrams_cpu(given: BanNgrams) -> Tensor:
 def _ban_kernel(
     out_ptr, history_ptr, rows_ptr, window_ptr, start_ptr, num_forced_ptr, sizes_ptr, stride, longest, count, width,
     vocab, TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Every so many tiles of the context of one row. The grid is (parts, R, B)."""
     part, r, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, start, length = row_context(rows_ptr, start_ptr, num_forced_ptr, b, r, longest, count, width)

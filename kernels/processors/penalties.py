@@ -149,7 +149,7 @@ def penalise_cpu(given: Penalise) -> Tensor:
 def _count_kernel(
     table_ptr, history_ptr, rows_ptr, window_ptr, start_ptr, num_forced_ptr, prompt_length_ptr,
     stride, longest, count, width, vocab, TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Count the tokens that all rows of one sequence have in common. The grid is (parts, B)."""
     part, b = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + b)
@@ -171,7 +171,7 @@ def _count_kernel(
 def _penalise_kernel(
     out_ptr, logits_ptr, table_ptr, rows_ptr, window_ptr, start_ptr, num_forced_ptr, prompt_length_ptr,
     repetition_ptr, frequency_ptr, presence_ptr, count, width, vocab, TILE: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of one row. The grid is (tiles, R, B)."""
     r, b = tl.program_id(1), tl.program_id(2)
     ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -211,12 +211,12 @@ def penalise_triton(given: Penalise) -> Tensor:
     _count_kernel[(parts, batch)](
         table, history, *shared, history.stride(0), history.shape[1], count, width, vocab,
         TILE=TILE, num_warps=4,
-    )  # fmt: skip
+    )
     options = contiguous(given, *PENALTIES)
     # Without contraction, a logit has the bits of the definition in PyTorch.
     _penalise_kernel[(triton.cdiv(vocab, TILE), count, batch)](
         out, logits, table, *shared, *options, count, width, vocab, TILE=TILE, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return out
 
 

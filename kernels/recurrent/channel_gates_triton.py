@@ -57,7 +57,7 @@ def _prepare_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr,
     NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The grid is (B, chunks, H), from the chunk on in which the state stands.
 
     ``scores``, ``w_q``, ``w_k`` and ``w_update`` are by the rows of the call, behind ``BEHIND`` lines for rows that are
@@ -124,7 +124,7 @@ def _prepare_kernel(
 
         if first + CHUNK <= begin + count:
             tl.store(w_update + place + line[:, None] * (HEADS * KEY) + key[None, :], unit_k * tl.exp(behind),
-                     mask=(lane < CHUNK)[:, None] & inside[None, :])  # fmt: skip
+                     mask=(lane < CHUNK)[:, None] & inside[None, :])
             decay += ((entry * chunks + tl.program_id(1)) * HEADS + head) * KEY
             tl.store(decay + key, tl.exp(total), mask=inside)
         if beta is not None:
@@ -144,7 +144,7 @@ def _chunk(
     first, tile_s, out, v, beta, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update, decay, begin, count,
     column, v_inner: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr,
     BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Output and errors of the new rows of a chunk behind the state ``tile_s``.
 
     Returns what is left of the state behind it, and keys and updates whose product its rows add to the state.
@@ -164,12 +164,12 @@ def _chunk(
     lower = lane[None, :] <= lane[:, None]
     tile_scores = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], mask=new[:, None] & lower, other=0)
     delta = tl.load(delta_cache + ring[:, None] * (HEADS * VALUE) + column[None, :],
-                    mask=(t < 0)[:, None] & own[None, :], other=0)  # fmt: skip
+                    mask=(t < 0)[:, None] & own[None, :], other=0)
     if beta is not None:
         tile_beta = tl.load(beta + t * HEADS, mask=new, other=0).to(tl.float32)
         tile_w_k = tl.load(w_k + tile, mask=new[:, None] & inside[None, :], other=0)
         tile_a = tl.load(a_lines + stored[:, None] * (HEADS * CHUNK) + lane[None, :],
-                         mask=real[:, None] & lower, other=0)  # fmt: skip
+                         mask=real[:, None] & lower, other=0)
     # ---- delta = beta v - w_k S: [CHUNK, BLOCK];  out = w_q S + scores A delta;  v_new = A delta
     # All is loaded by here: behind a product, a load would not begin before the product is there.
     new_delta = tile_v.to(tl.float32)
@@ -178,9 +178,9 @@ def _chunk(
     delta = tl.where((t < 0)[:, None], delta, new_delta)
     result = tl.dot(tile_w_q, tile_s, input_precision=PRECISION) + tl.dot(tile_scores, delta, input_precision=PRECISION)
     tl.store(out + t[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
-             mask=new[:, None] & own[None, :])  # fmt: skip
+             mask=new[:, None] & own[None, :])
     tl.store(delta_lines + stored[:, None] * (HEADS * VALUE) + column[None, :], delta,
-             mask=(new & (position >= begin + count - RING))[:, None] & own[None, :])  # fmt: skip
+             mask=(new & (position >= begin + count - RING))[:, None] & own[None, :])
     v_new = delta
     if beta is not None:
         v_new = tl.dot(tile_a, delta, input_precision=PRECISION)
@@ -193,7 +193,7 @@ def _carry_kernel(
     v_outer, v_inner: tl.constexpr, v_head: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The grid is (B, H, blocks of columns)."""
     entry, head, slot, begin, before, count, settled, column, out, p_state, state_mask, tile_s = begin_carrying(
         out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, STORE, PDL
@@ -219,7 +219,7 @@ def _carry_kernel(
                 first, tile_s, out, v, beta, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update,
                 decay + (first - start) // CHUNK * (HEADS * KEY), begin, count, column,
                 v_inner, HEADS, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE,
-            )  # fmt: skip
+            )
             # ---- S <- e^{G_last} S + w_update^T v_new: [WIDE, BLOCK]
             added = tl.dot(tl.trans(tile_w_update), v_new, input_precision=PRECISION)
             tile_s = tile_s * tile_decay[:, None] + added
@@ -228,7 +228,7 @@ def _carry_kernel(
             _chunk(
                 full, tile_s, out, v, beta, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update, decay,
                 begin, count, column, v_inner, HEADS, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE,
-            )  # fmt: skip
+            )
 
 
 def channel_gates_triton(given: CachedDeltaRule) -> Tensor:
@@ -257,18 +257,18 @@ def channel_gates_triton(given: CachedDeltaRule) -> Tensor:
         "HEADS": heads, "KEY": size, "RING": ring_size, "BEHIND": behind, "STORE": in_place, "CHUNK": CHUNK,
         "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False, "PDL": pdl, **launch_options(pdl),
         "num_warps": _WARPS,
-    }  # fmt: skip
+    }
     _prepare_kernel[batch, chunks, heads](
         q, k, g, beta, given.k_cache, given.g_cache, given.a_cache, a_cache, scores, w_q, w_k, w_update, decay,
         given.span, given.scale, rows, chunks, *q.stride()[:3], *k.stride()[:3], GROUP=heads // groups,
         NORMALISE=given.normalise, EPSILON=EPSILON, **options,
-    )  # fmt: skip
+    )
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     _carry_kernel[batch, heads, triton.cdiv(width, block)](
         out, v, beta, given.state, given.delta_cache, delta_cache, a_cache, scores, w_q, w_k, w_update, decay,
         given.span, rows, chunks, *v.stride()[:3], VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES,
         **options,
-    )  # fmt: skip
+    )
     if not in_place:
         last = (k, g.to(given.g_cache.dtype), *(part[:, behind:] for part in stored))
         for cache, part in zip((given.k_cache, given.g_cache, *caches), last, strict=True):

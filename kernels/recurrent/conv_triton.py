@@ -24,7 +24,7 @@ def _cached_conv_kernel(
     out, x, weight, bias, inputs, span, rows, outer, inner: tl.constexpr, UNIT: tl.constexpr,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, SILU: tl.constexpr, STORE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The grid is (B, blocks of rows, blocks of channels)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -74,7 +74,7 @@ def cached_conv_triton(given: CachedConv) -> Tensor:
         out, x, given.weight.contiguous(), bias, given.inputs, given.span, rows, x.stride(0) // unit, x.stride(1),
         UNIT=unit, CHANNELS=channels, WIDTH=width, SLOTS=slots, SILU=bool(given.activation), STORE=in_place,
         ROWS=together, BLOCK=block, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
-    )  # fmt: skip
+    )
     if not in_place:
         store_last_rows(given.inputs, x, given.span)
     return out.transpose(1, 2)

@@ -224,7 +224,7 @@ def _cached_delta_rule_fake(given: CachedDeltaRule) -> Tensor:
     check_span(given.span, given.q.shape[0])
     (_, _, heads, width), (groups, size) = given.v.shape, given.k.shape[2:]
     shapes = {"state": (heads, size, width), "k_cache": (groups, size), "delta_cache": (heads, width),
-              "g_cache": given.g.shape[2:], "a_cache": (heads, CHUNK)}  # fmt: skip
+              "g_cache": given.g.shape[2:], "a_cache": (heads, CHUNK)}
     for name, wanted in shapes.items():
         value: Tensor = getattr(given, name)
         _check_shape(f"{name}, behind its first dimensions,", value.shape[value.dim() - len(wanted) :], wanted)

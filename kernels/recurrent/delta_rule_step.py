@@ -50,7 +50,7 @@ _PART, _WARPS, _STAGES, _REGISTERS = 32, 2, 3, 128
 def _tile(
     first, q, k, begin, count, q_inner: tl.constexpr, k_inner: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
     CORRECTED: tl.constexpr,
-):  # fmt: skip
+):
     """Pointers to the first part of the tile of keys and queries of the chunk at ``first``, and which rows it has."""
     lane, key = tl.arange(0, CHUNK), tl.arange(0, PART)
     t, asking = first + lane - begin, first + (lane ^ (CHUNK // 2)) - begin
@@ -86,15 +86,15 @@ def _answer(low, middle, high, dtype: tl.constexpr):
 def _load_rows(
     first, v, beta, delta_cache, begin, count, column, v_inner: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
     RING: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """Values and rates of the new rows of a chunk, and errors of the known ones."""
     lane, own = tl.arange(0, CHUNK), column < VALUE
     t, ring = first + lane - begin, (first + lane) % RING
     known, new = (t < 0) & (count > 0), (t >= 0) & (t < count)
     value = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0,
-                    cache_modifier=".cg")  # fmt: skip
+                    cache_modifier=".cg")
     delta = tl.load(delta_cache + ring[:, None] * (HEADS * VALUE) + column[None, :], mask=known[:, None] & own[None, :],
-                    other=0, cache_modifier=".cg")  # fmt: skip
+                    other=0, cache_modifier=".cg")
     tile_beta = tl.full([CHUNK], 1.0, tl.float32)
     if beta is not None:
         tile_beta = tl.load(beta + t * HEADS, mask=new, other=0, cache_modifier=".cg").to(tl.float32)
@@ -106,7 +106,7 @@ def _rows(
     first, answer, value, tile_beta, delta, out, delta_cache, scores, weights, begin, count, column,
     HEADS: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, CHUNK: tl.constexpr,
     CORRECTED: tl.constexpr,
-):  # fmt: skip
+):
     """Store results and errors of the new rows of a chunk, for whose tile the state gives ``answer``.
 
     Returns the errors of all rows of the chunk.
@@ -117,7 +117,7 @@ def _rows(
     new, asks = (t >= 0) & (t < count), (asking >= 0) & (asking < count)
     line = asking + BEHIND
     tile_scores = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :],
-                   mask=asks[:, None] & (lane[None, :] <= place[:, None]), other=0)  # fmt: skip
+                   mask=asks[:, None] & (lane[None, :] <= place[:, None]), other=0)
     w_q = tl.load(weights + line * (WEIGHTS * HEADS) + W_Q * HEADS, mask=asks, other=0)
     # ---- delta = beta (v - e^G S^T k): [CHUNK, BLOCK], where `answer` has S^T k at the rows of keys
     new_delta = value.to(tl.float32)
@@ -128,7 +128,7 @@ def _rows(
     # ---- out = e^G S^T q + scores A delta: [CHUNK, BLOCK], where `answer` has S^T q at the rows of queries
     result = w_q[:, None] * answer + product(tile_scores, delta)
     tl.store(out + asking[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
-             mask=asks[:, None] & own[None, :])  # fmt: skip
+             mask=asks[:, None] & own[None, :])
     ring = (first + lane) % RING
     tl.store(delta_cache + ring[:, None] * (HEADS * VALUE) + column[None, :], delta, mask=new[:, None] & own[None, :])
     return delta
@@ -138,7 +138,7 @@ def _rows(
 def _update(
     first, delta, a_cache, weights, begin, HEADS: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr,
     CHUNK: tl.constexpr, CORRECTED: tl.constexpr,
-):  # fmt: skip
+):
     """What is left of the state behind the full chunk at ``first``, and what its rows add to it with their keys."""
     lane = tl.arange(0, CHUNK)
     line, ring = first + lane - begin + BEHIND, (first + lane) % RING
@@ -147,7 +147,7 @@ def _update(
     v_new = delta
     if CORRECTED:
         tile_a = tl.load(a_cache + ring[:, None] * (HEADS * CHUNK) + lane[None, :],
-                         mask=lane[None, :] <= lane[:, None], other=0)  # fmt: skip
+                         mask=lane[None, :] <= lane[:, None], other=0)
         v_new = product(tile_a, delta)
     return decay, w_update[:, None] * v_new
 
@@ -160,7 +160,7 @@ def step_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr,
     BEHIND: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The grid is (B, H, blocks of columns). New rows are stored where they are cached."""
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, begin, before, count, settled = near_span(span, entry)
@@ -195,14 +195,14 @@ def step_kernel(
         inside = part + key < KEY
         given = tl.load(tile + part, mask=there[:, None] & inside[None, :], other=0, cache_modifier=".cg")
         old = tl.load(p_state + part * VALUE, mask=(inside & (count > 0))[:, None] & own[None, :], other=0,
-                      cache_modifier=".cg")  # fmt: skip
+                      cache_modifier=".cg")
         low, middle, high = _add(given, old, low, middle, high)
     wait_for_others(True, PDL)
     store_padding(out, count, rows, column, own, HEADS, VALUE, BLOCK)
     if count > 0:
         answer = _answer(low, middle, high, q.dtype.element_ty)
         delta = _rows(first, answer, value, tile_beta, delta, out, delta_cache, scores, weights, begin, count, column,
-                      HEADS, VALUE, RING, BEHIND, CHUNK, corrected)  # fmt: skip
+                      HEADS, VALUE, RING, BEHIND, CHUNK, corrected)
         if first < full:
             decay, v_new = _update(first, delta, a_cache, weights, begin, HEADS, RING, BEHIND, CHUNK, corrected)
             chunk = k_cache + (first + tl.arange(0, CHUNK))[:, None] % RING * (groups * KEY) + key[None, :]
@@ -225,7 +225,7 @@ def step_kernel(
                 low, middle, high = _add(given, new, low, middle, high)
             answer = _answer(low, middle, high, q.dtype.element_ty)
             _rows(full, answer, value, tile_beta, delta, out, delta_cache, scores, weights, begin, count, column, HEADS,
-                  VALUE, RING, BEHIND, CHUNK, corrected)  # fmt: skip
+                  VALUE, RING, BEHIND, CHUNK, corrected)
 
 
 def _copied_whole(x: Tensor) -> bool:

@@ -78,7 +78,7 @@ def _prepare_kernel(
     UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, RING: tl.constexpr,
     BEHIND: tl.constexpr, NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The grid is (B, chunks, H), from the chunk on in which the state stands.
 
     If ``STORE``, ``k_lines`` and ``a_lines`` are the caches; else they are by the rows of the call, behind
@@ -134,7 +134,7 @@ def _prepare_kernel(
         else:
             place, stored = lines, line
         tl.store(k_lines + (place * groups + group) * KEY + stored[:, None] * (groups * KEY) + key[None, :], tile_k,
-                 mask=(real & (head % GROUP == 0))[:, None] & inside[None, :])  # fmt: skip
+                 mask=(real & (head % GROUP == 0))[:, None] & inside[None, :])
         if beta is not None:
             # ---- M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i, and A = (1 + M)^-1 by forward substitution:
             #   A_i = 1_i - sum over j < i of M_ij A_j, for new rows; those of known rows are cached. [CHUNK, CHUNK]
@@ -164,7 +164,7 @@ def _chunk(
     q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
     WIDE: tl.constexpr, CORRECTED: tl.constexpr, PAIRED: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
+):
     """The state behind a chunk, from the state ``tile_s`` before it. Output and errors of its new rows are stored.
 
     ``FULL``: all its rows are new, and tiles have no padding, so that nothing is masked.
@@ -192,7 +192,7 @@ def _chunk(
     delta = tl.zeros([column.shape[0], CHUNK], tl.float32)
     if not FULL and first < begin:  # Few chunks have known rows, and the mask of a load takes longer than a branch.
         delta = tl.load(delta_cache + ring[None, :] * (HEADS * VALUE) + column[:, None],
-                        mask=(t < 0)[None, :] & own[:, None], other=0)  # fmt: skip
+                        mask=(t < 0)[None, :] & own[:, None], other=0)
     if CORRECTED:
         tile_beta = load_rows(weight + BETA * HEADS, new, FULL)
         w_k = load_rows(weight + W_K * HEADS, new, FULL)
@@ -214,7 +214,7 @@ def _chunk(
         tl.store(stored_at, result, mask=new[None, :] & own[:, None])
     if first + CHUNK > begin + count - RING:
         tl.store(delta_cache + ring[None, :] * (HEADS * VALUE) + column[:, None], delta,
-                 mask=(new & (position >= begin + count - RING))[None, :] & own[:, None])  # fmt: skip
+                 mask=(new & (position >= begin + count - RING))[None, :] & own[:, None])
     # ---- v_new = A delta: [BLOCK, CHUNK]
     # ---- S <- e^{G_last} S + sum over j of e^{G_last - G_j} k_j v_new_j^T, transposed: [BLOCK, WIDE]
     v_new = delta
@@ -230,13 +230,13 @@ def _chunks(
     KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr,
     CHUNK: tl.constexpr, WIDE: tl.constexpr, CORRECTED: tl.constexpr, PAIRED: tl.constexpr, FULL: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """The state behind the chunks from ``start`` to ``end``. That at ``fold_end`` is stored at ``p_state``."""
     for first in tl.range(loop_bound(start), loop_bound(end), CHUNK, num_stages=STAGES):
         tile_s = _chunk(
             first, tile_s, out, q, v, delta_cache, k_lines, a_lines, scores, weights, begin, count, column, q_inner,
             v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE, CORRECTED, PAIRED, FULL,
-        )  # fmt: skip
+        )
         if first + CHUNK == fold_end:
             tl.store(p_state, tl.trans(tile_s), mask=state_mask)
     return tile_s
@@ -247,7 +247,7 @@ def _keep_last_rows(
     k_cache, g_cache, a_cache, g, k_lines, a_lines, slot, entry, head, begin, count, rows, HEADS: tl.constexpr,
     GROUP: tl.constexpr, KEY: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     RING_WIDE: tl.constexpr, CORRECTED: tl.constexpr,
-):  # fmt: skip
+):
     """Store what the first kernel made of a sequence's last new rows where it is cached: each at its position modulo
     ``RING``. The first kernel cannot, since its other programs still read what is cached there.
     """
@@ -273,7 +273,7 @@ def _keep_last_rows(
 def begin_carrying(
     out, state, span, rows, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """What a program of the grid (B, H, blocks of columns) carries: its sequence and head, the span, and its part of
     the state with its place.
 
@@ -302,7 +302,7 @@ def _carry_kernel(
     RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, RING_WIDE: tl.constexpr, CORRECTED: tl.constexpr,
     PAIRED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The grid is (B, H, blocks of columns). ``HELD_ROWS`` is a power of two that is not below ``SLOTS``."""
     entry, head, slot, begin, before, count, settled, column, out, p_state, state_mask, tile_s = begin_carrying(
         out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, STORE, PDL
@@ -329,25 +329,25 @@ def _carry_kernel(
                 start, whole, tile_s, p_state, state_mask, fold_end, out, q, v, delta_cache, k_lines, a_lines, scores,
                 weights, begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK,
                 WIDE, CORRECTED, PAIRED, FULL=False, STAGES=1,
-            )  # fmt: skip
+            )
             tile_s = _chunks(
                 whole, behind, tile_s, p_state, state_mask, fold_end, out, q, v, delta_cache, k_lines, a_lines, scores,
                 weights, begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK,
                 WIDE, CORRECTED, PAIRED, FULL=True, STAGES=STAGES,
-            )  # fmt: skip
+            )
             start = behind
         _chunks(
             start, end, tile_s, p_state, state_mask, fold_end, out, q, v, delta_cache, k_lines, a_lines, scores,
             weights, begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK,
             WIDE, CORRECTED, PAIRED, FULL=False, STAGES=1 if TILED else STAGES,
-        )  # fmt: skip
+        )
         if not STORE and tl.program_id(2) == 0:
             k_lines += BEHIND * (groups * KEY)
             a_lines += BEHIND * (HEADS * CHUNK)
             _keep_last_rows(
                 k_cache, g_cache, a_cache, g, k_lines, a_lines, slot, entry, head, begin, count, rows,
                 HEADS, GROUP, KEY, RING, CHUNK, WIDE, RING_WIDE, CORRECTED,
-            )  # fmt: skip
+            )
 
 
 def _prepares_alone(q: Tensor) -> bool:
@@ -383,20 +383,20 @@ def cached_delta_rule_triton(given: CachedDeltaRule) -> Tensor:
         "UNIT": unit, "HEADS": heads, "GROUP": heads // groups, "KEY": size, "RING": ring_size, "BEHIND": behind,
         "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False, "PDL": pdl,
         **launch_options(pdl),
-    }  # fmt: skip
+    }
     alone = not in_place and _prepares_alone(q)
     limit = {"maxnreg": _REGISTERS} if alone and pdl else {}
     _prepare_kernel[batch, triton.cdiv(rows - 1 + unsettled, CHUNK) + 1, heads](
         q, k, g, beta, given.k_cache, given.g_cache, given.a_cache, k_cache, a_cache, scores, weights, given.span,
         given.scale, rows, *q_strides, *k_strides, NORMALISE=given.normalise, EPSILON=EPSILON, STORE=in_place,
         num_warps=1 if alone else 2, **limit, **options,
-    )  # fmt: skip
+    )
     if in_place and unsettled < CHUNK // 2:
         step_kernel[batch, heads, triton.cdiv(width, STEP_COLUMNS)](
             out, q, k, v, beta, given.state, k_cache, given.delta_cache, a_cache, scores, weights, given.span, rows,
             *q_strides, *k_strides, *v_strides, VALUE=width, **options,
             **step_options(q, k, given.state, options["WIDE"]),
-        )  # fmt: skip
+        )
         return out
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     paired = v.dtype == torch.bfloat16 and v.data_ptr() % 4 == 0 and not any(step % 2 for step in v.stride()[:3])
@@ -405,5 +405,5 @@ def cached_delta_rule_triton(given: CachedDeltaRule) -> Tensor:
         scores, weights, given.span, rows, *q_strides, *v_strides, VALUE=width, BLOCK=block, STORE=in_place,
         STAGES=1 if in_place else _STAGES, RING_WIDE=triton.next_power_of_2(ring_size), CORRECTED=beta is not None,
         PAIRED=paired, num_warps=_WARPS, **options,
-    )  # fmt: skip
+    )
     return out

@@ -19,13 +19,13 @@ _CHANNELS = 32
 
 
 @triton.jit(do_not_specialize=["rows", "x_outer", "x_inner", "dt_outer", "dt_inner", "b_outer", "b_inner", "c_outer",
-                               "c_inner"])  # fmt: skip
+                               "c_inner"])
 def _cached_scan_kernel(
     out, x, dt, a, places_given, places_read, state, steps, entered, places, span, rows,
     x_outer, x_inner, dt_outer, dt_inner, b_outer, b_inner, c_outer, c_inner,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, STORE: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """The grid is (B, blocks of channels)."""
     entry = tl.program_id(0).to(tl.int64)
     row, begin, before, count, settled = row_span(span, entry)
@@ -78,7 +78,7 @@ def cached_scan_triton(given: CachedScan) -> Tensor:
         out, x, dt, given.a.contiguous(), b, c, given.state, given.steps, given.entered, given.places, given.span, rows,
         *strides, CHANNELS=channels, SIZE=size, SLOTS=slots, CHUNK=CHUNK, STORE=in_place, BLOCK=block,
         WIDE=triton.next_power_of_2(size), num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     if not in_place:
         store_last_rows(given.places, b, given.span)
     return out.transpose(1, 2)

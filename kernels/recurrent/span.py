@@ -136,7 +136,7 @@ def recurrent_span_triton(given: RecurrentSpan) -> Tensor:
     _recurrent_span_kernel[(1,)](
         span, given.settled, given.rows.contiguous(), given.positions, *vectors, batch, width,
         given.positions.stride(0), LANES=triton.next_power_of_2(batch), num_warps=4,
-    )  # fmt: skip
+    )
     return span
 
 

@@ -207,7 +207,7 @@ def _tiles(active: tuple[Span, ...], total: int, rows: int, slots: int) -> Tiles
     in_place = max(own.num_rows for own in active) <= most_in_place(slots, CHUNK - 1)
     lines = in_cache if in_place else _apart(active)
     every = [[_Tile(own, first, line) for first in range(_anchor(own), own.end, CHUNK)]
-             for own, line in zip(active, lines, strict=True)]  # fmt: skip
+             for own, line in zip(active, lines, strict=True)]
     stages = [[tile for tile in own if tile is not None] for own in itertools.zip_longest(*every)]
     tiles = [tile for stage in stages for tile in stage]
     width = max(1, *(tile.end - tile.old for tile in tiles))
@@ -258,7 +258,7 @@ def _lines(tiles: list[_Tile]) -> Tensor:
 def _rows(tiles: list[_Tile], width: int, rows: int) -> Rows:
     """The new rows of ``tiles``, in the order of their grid."""
     found = [(r * len(tiles) + n, tile, tile.first + tile.old + r)
-             for r in range(width) for n, tile in enumerate(tiles) if tile.old + r < tile.end]  # fmt: skip
+             for r in range(width) for n, tile in enumerate(tiles) if tile.old + r < tile.end]
     call = _index(tile.own.entry * rows + position - tile.own.begin for _, tile, position in found)
     lines = _index(tile.line(position) for _, tile, position in found)
     places = _index((position - tile.first) * len(tiles) + place % len(tiles) for place, tile, position in found)

@@ -67,7 +67,7 @@ def sample_draft(
     found: tuple[Tensor, Tensor] = torch.ops.specgraph.sample_draft(
         logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, rule, target_vocab_size,
         return_processed,
-    )  # fmt: skip
+    )
     return found
 
 

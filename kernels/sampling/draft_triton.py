@@ -70,7 +70,7 @@ def _scan_drafts(
     count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Scan one split of one row. The grid is (rows * splits)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -88,7 +88,7 @@ def _scan_drafts(
         logits_ptr + row.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
         load_floor(floors_ptr, row, FLOORED), temperature, seed, key, noise_row, reports_ptr, program,
         tl.num_programs(0), STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
-    )  # fmt: skip
+    )
 
 
 @triton.jit(do_not_specialize=["count", "first", "limit"])
@@ -97,7 +97,7 @@ def _finish_drafts(
     count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """For one row, store its token as a target id and as a draft id, which is -1 if the row has nothing but -inf."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -114,7 +114,7 @@ def _finish_drafts(
         logits_ptr, ids_ptr, floors_ptr, row + one, one == 0, temperature, seed, key + one, noise_row + one,
         reports_ptr, size, limit, vocab, splits, tl.num_programs(0) * splits, STREAM, SPLIT, TILE, SPLITS, NOISE,
         MAPPED, FLOORED,
-    )  # fmt: skip
+    )
     chosen = tl.min(tokens, 0)
     index = tl.where(chosen == NO_TOKEN, 0, chosen)
     token = index.to(tl.int64)
@@ -128,7 +128,7 @@ def _finish_drafts(
 def _write_processed(
     logits_ptr, ids_ptr, temperature_ptr, floors_ptr, chosen_ptr, out_ptr, count, vocab, limit, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Write ``process_logits`` of one split of a row, with -inf for ids that the target does not have."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -173,7 +173,7 @@ def sample_draft_triton(
     floors = find_floors(
         logits, temperature, given.top_k, given.top_p, given.min_p, split=split or split_size(vocab),
         ids=ids if mapped else None, limit=given.target_vocab_size,
-    )  # fmt: skip
+    )
     split = split or scan_size(vocab, batch * count)
     splits = triton.cdiv(vocab, split)
     total_splits = batch * count * splits
@@ -185,7 +185,7 @@ def sample_draft_triton(
     common: dict[str, Any] = {
         "SPLIT": split, "TILE": tile, "MAPPED": mapped, "FLOORED": floors is not None, "PDL": pdl, "num_warps": warps,
         "enable_fp_fusion": False, **launch_options(pdl),
-    }  # fmt: skip
+    }
     drawn: dict[str, Any] = {"STREAM": stream, "SHARED": shared, "NOISE": seeds is not None}
     bounds = temperature if floors is None else floors
     _scan_drafts[(total_splits,)](
@@ -194,7 +194,7 @@ def sample_draft_triton(
     _finish_drafts[(batch * count,)](
         logits, ids, temperature, noise, key, bounds, reports, token, chosen, count, row, vocab, limit, splits,
         SPLITS=triton.next_power_of_2(max(splits, 2)), **drawn, **common,
-    )  # fmt: skip
+    )
     if return_processed:
         _write_processed[(total_splits,)](
             logits, ids, temperature, bounds, chosen, out, count, vocab, limit, splits, **common

@@ -86,7 +86,7 @@ def _applies(option_ptr, temperature_ptr, batch, vocab, MASS: tl.constexpr):
 def _bracket(
     option_ptr, brackets_ptr, sums_ptr, row, count, num_rows, splits, search_pass,
     ZERO_BITS: tl.constexpr, SPLITS: tl.constexpr, MASS: tl.constexpr,
-):  # fmt: skip
+):
     """The bracket of a row before pass ``search_pass``: ``W < goal`` is false at its first key and true at its second.
 
     ``sums`` ``[2, B * R, splits, 16]`` are those of the pass before: the weight of all tokens, then the weight above
@@ -132,7 +132,7 @@ def _load_logits(row_ptr, ids_ptr, entry, size, limit, MAPPED: tl.constexpr):
 def _find_largest(
     logits_ptr, ids_ptr, largest_ptr, vocab, size, limit, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Store the largest logit of every split, ``[B * R, splits]``."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -153,7 +153,7 @@ def _weigh_above(
     count, num_rows, vocab, size, limit, splits, search_pass,
     ZERO_BITS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MASS: tl.constexpr,
     FLOORED: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Pass ``search_pass`` for one split of a row: narrow the bracket, then sum the weights above 15 pivots in it."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -215,7 +215,7 @@ def _raise_floors(
     count, num_rows, vocab, splits, num_passes,
     ZERO_BITS: tl.constexpr, SPLITS: tl.constexpr, SEARCHED: tl.constexpr, MASS: tl.constexpr, MIN: tl.constexpr,
     FLOORED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """For one row, raise the floor to the one that a search has found or that min-p asks for, if that is higher."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -251,7 +251,7 @@ def _raise_floors(
 def find_floors(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, *,
     split: int, ids: Tensor | None = None, limit: int | None = None,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """The smallest logit that :func:`~specgraph.kernels.sampling.sample.process_logits` keeps, for every row.
 
     Args:
@@ -290,16 +290,16 @@ def find_floors(
             _weigh_above[(num_rows * splits,)](
                 logits, ids, temperature, option, largest, floors, brackets, sums, count, num_rows, vocab, size, limit,
                 splits, search_pass, MASS=mass, FLOORED=floored, **merge, **rows,
-            )  # fmt: skip
+            )
         last = option is searches[-1][0] and min_p is not None
         _raise_floors[(num_rows,)](
             temperature, option, min_p if last else option, largest, floors, brackets, sums, count, num_rows, vocab,
             splits, num_passes, SEARCHED=True, MASS=mass, MIN=last, FLOORED=floored, **merge, **launch,
-        )  # fmt: skip
+        )
         floored = True
     if not searches:
         _raise_floors[(num_rows,)](
             temperature, min_p, min_p, largest, floors, brackets, sums, count, num_rows, vocab, splits, num_passes,
             SEARCHED=False, MASS=False, MIN=True, FLOORED=False, **merge, **launch,
-        )  # fmt: skip
+        )
     return floors

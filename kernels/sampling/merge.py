@@ -44,7 +44,7 @@ from specgraph.kernels.sampling.scan import GROUP, LOWEST, NAN, best_of_rows, lo
 def _exact_best(
     row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
     NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
-):  # fmt: skip
+):
     """The largest exact score of ``GROUP`` neighbouring entries, and the first entry that has it.
 
     Scores are those of ``gumbel_scores``, or without noise the values that
@@ -86,7 +86,7 @@ def _exact_argmax(
     limit, stride,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
-):  # fmt: skip
+):
     """The first exact argmax of every row, or NO_TOKEN if there is none.
 
     Of the groups ``[R, groups]``, those that are ``pending`` are scanned completely. Of those that are ``near``, the
@@ -116,7 +116,7 @@ def _exact_argmax(
             found, entry = _exact_best(
                 logits_ptr + logits_row * stride, ids_ptr, begin + tile_index * TILE, vocab, limit, floor, temperature,
                 k0, k1, c1, c2, c3, NOISE, MAPPED, FLOORED,
-            )  # fmt: skip
+            )
             better = here & ((found > best) | ((found == best) & (entry < token)))
             best, token = tl.where(better, found, best), tl.where(better, entry, token)
             tile_index += 1
@@ -131,7 +131,7 @@ def row_tokens(
     limit, stride, splits, total_splits,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr,
-):  # fmt: skip
+):
     """The entry that every row draws, int32 ``[R]``, and whether it is needed and has a NaN, int32 ``[R]`` (0 or 1).
 
     An entry is ``NO_TOKEN`` if the row has nothing but -inf. ``logits_rows`` ``[R]`` are the indices of rows of logits,
@@ -160,6 +160,6 @@ def row_tokens(
         exact = _exact_argmax(
             logits_ptr, ids_ptr, floors_ptr, logits_rows, tokens, candidates >= thresholds, runners_up >= thresholds,
             temperature, seed, keys, noise_rows, vocab, limit, stride, STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
-        )  # fmt: skip
+        )
         drawn = tl.where(doubtful, exact, drawn)
     return drawn, (runner_up > INF_KEY).to(tl.int32)

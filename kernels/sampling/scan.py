@@ -133,7 +133,7 @@ def best_of_rows(keys, token):
 def _column_maxima(
     row_ptr, ids_ptr, begin, vocab, limit, temperature,
     SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
+):
     """The largest value of every column (NaN if it has one), and the first tile whose octet has it: ``[TILE // 8]``."""
     COLUMNS: tl.constexpr = TILE // 8
     tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE)
@@ -155,7 +155,7 @@ def _column_maxima(
 def _column_bounds(
     row_ptr, ids_ptr, begin, vocab, limit, floor, scale, k0, k1, c1, c2, c3,
     SPLIT: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
-):  # fmt: skip
+):
     """The sort keys of the three largest bounds of every column, ``[TILE // 8]``.
 
     A bound is in units of log2, less 3. The bits ``LOW`` of a key are replaced by the tile and the column. If not
@@ -196,7 +196,7 @@ def _column_bounds(
 def _scan_values(
     row_ptr, ids_ptr, begin, vocab, limit, temperature,
     SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
+):
     """The reports of groups without noise. No floor is needed, since the largest value is always kept."""
     top, tile_index = _column_maxima(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED)
     nan = tl.max(_groups(tl.where(top == top, MINUS_INF_KEY, NAN)), 1)
@@ -248,7 +248,7 @@ def _approximate_noise(octet_word, ids, k0, k1, c1, c2, c3):
 def _scan_scores(
     row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
     SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
-):  # fmt: skip
+):
     """The reports of groups with noise."""
     LOW: tl.constexpr = SPLIT // 8 * GROUP // TILE - 1
     scale = exponent_scale(temperature)
@@ -301,7 +301,7 @@ def scan_split(
     total_splits,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
-):  # fmt: skip
+):
     """Write the reports of the groups of split ``split_index``, int32 ``[3, splits of all rows, groups]``.
 
     They are the sort key of the candidate's score, the candidate's token, and the sort key of the runner-up or of a

@@ -57,7 +57,7 @@ def block_rows_reference(given: BlockRows) -> tuple[Tensor, Tensor]:
 def _block_rows_kernel(
     tokens, positions, emitted, start, num_emitted, width, count,
     MASK: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The rows of one sequence. The grid is (B,)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -81,7 +81,7 @@ def block_rows_triton(given: BlockRows) -> tuple[Tensor, Tensor]:
             tokens, positions, given.emitted.contiguous(), given.start.contiguous(), given.num_emitted.contiguous(),
             given.emitted.shape[1], given.count, MASK=given.mask_token_id, VOCAB=given.vocab_size,
             BLOCK=triton.next_power_of_2(given.count + 1), PDL=pdl, num_warps=1, **launch_options(pdl),
-        )  # fmt: skip
+        )
     return tokens, positions
 
 

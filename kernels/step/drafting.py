@@ -39,7 +39,7 @@ def in_draft_vocabulary(logits: Tensor, draft_to_target: Tensor, target_vocab_si
 def drafts_wanted(
     window: Tensor, start: Tensor, num_rows: Tensor, num_forced: Tensor, emitted: Tensor, num_emitted: Tensor,
     max_length: Tensor, eos_ids: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The most drafts ``[B]`` that the next step can verify of each sequence, as :func:`advance_` limits them.
 
     There are none, and the number may be below 0, for a sequence that has met an EOS, that has no room for more than

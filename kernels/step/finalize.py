@@ -120,7 +120,7 @@ def _finalize_kernel(
     emitted, num_emitted, rows, positions, num_rows, last, accepted, ahead,
     tokens, window, start, num_forced, eos_ids, width, window_width, vocab,
     NUM_EOS: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One sequence per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -166,7 +166,7 @@ def finalize_triton(given: FinalizeStep) -> StepUpdate:
         *outputs, tuple(ahead), *read, width, window.shape[1], given.vocab_size,
         NUM_EOS=eos_ids.shape[1], SHIFTED=given.shifted, BLOCK=triton.next_power_of_2(width + 1), CHAIN=given.chain,
         PDL=pdl, num_warps=1 if width < 256 else 4, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return update
 
 

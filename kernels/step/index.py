@@ -226,7 +226,7 @@ def gather_state_triton(given: GatherState) -> list[Tensor]:
     _gather_kernel[(batch,)](
         tuple(gathered), tuple(buffer.contiguous() for buffer in given.buffers), rows, FILLS=fills, WIDTHS=widths,
         BLOCKS=_blocks(widths), PDL=pdl, num_warps=1, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return gathered
 
 
@@ -239,7 +239,7 @@ def scatter_state_triton(given: ScatterState) -> None:
     _scatter_kernel[(len(rows),)](
         tuple(given.buffers), tuple(value.contiguous() for value in given.values), rows, WIDTHS=widths,
         BLOCKS=_blocks(widths), PDL=pdl, num_warps=1, **launch_options(pdl),
-    )  # fmt: skip
+    )
 
 
 def store_drafted_triton(given: StoreDrafted) -> None:
@@ -253,7 +253,7 @@ def store_drafted_triton(given: StoreDrafted) -> None:
     _store_drafted_kernel[(batch * count, triton.cdiv(width, block))](
         kept, drafted, rows, given.num_emitted.contiguous(), count, width, kept.stride(0), kept.stride(1), BLOCK=block,
         PDL=pdl, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+    )
 
 
 def _scatter_covers(given: ScatterState) -> bool:

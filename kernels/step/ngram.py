@@ -152,7 +152,7 @@ def record_tokens_reference(given: RecordTokens) -> None:
 
 @triton.jit
 def _search(history, start, odd, end, part, parts, tiles, MAX_NGRAM: tl.constexpr, MIN_NGRAM: tl.constexpr,
-            TILE: tl.constexpr):  # fmt: skip
+            TILE: tl.constexpr):
     """The best score among every ``parts``-th tile of one sequence, -1 if nothing matches.
 
     The sequence begins ``odd`` tokens behind ``start``, which lies at a boundary of 16 bytes if ``history`` does.
@@ -186,7 +186,7 @@ def _search(history, start, odd, end, part, parts, tiles, MAX_NGRAM: tl.constexp
 def _lookup_kernel(
     proposals, scores, counters, history, rows, length, stride, longest, count, MAX_NGRAM: tl.constexpr,
     MIN_NGRAM: tl.constexpr, TILE: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One part of the search in one sequence; grid (parts, B). The last part to arrive writes the drafts."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -264,7 +264,7 @@ def ngram_lookup_triton(given: NgramLookup) -> Tensor:
         length.contiguous(), history.stride(0), history.shape[1], count, MAX_NGRAM=given.max_ngram,
         MIN_NGRAM=given.min_ngram, TILE=TILE, DRAFTS=triton.next_power_of_2(count), PDL=pdl, num_warps=4,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
     return proposals
 
 
@@ -279,7 +279,7 @@ def record_tokens_triton(given: RecordTokens) -> None:
         history, None if rows is None else rows.contiguous(), tokens.contiguous(), positions.contiguous(),
         given.num_rows.contiguous(), *history.stride(), history.shape[1], width, BLOCK=block, PDL=pdl, num_warps=1,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
 
 
 def check_rows(history: Tensor, rows: Tensor | None, batch: int) -> None:

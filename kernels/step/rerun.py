@@ -131,7 +131,7 @@ def keep_rows_reference(given: KeepRows) -> None:
 def _rerun_kernel(
     out_tokens, out_hidden, out_positions, out_rows, out_last, kept_tokens, kept_hidden, num_kept, tokens, hidden,
     start, num_emitted, length, width, outer, inner, KEPT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Write a part of one row. The grid is (B * (R + T), blocks of features)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -172,7 +172,7 @@ def _next_module_tokens_kernel(out, tokens, num_rows, draft, width, BLOCK: tl.co
 def _keep_rows_kernel(
     kept_tokens, kept_hidden, num_kept, tokens, hidden, num_emitted, total, width, KEPT: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Keep a part of one row. The grid is (B * R, blocks of features)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -200,7 +200,7 @@ def rerun_triton(given: Rerun) -> RerunRows:
         *out, *(tensor.contiguous() for tensor in before), hidden, given.start.contiguous(),
         given.num_emitted.contiguous(), given.tokens.shape[1], width, hidden.stride(0), hidden.stride(1), KEPT=kept,
         BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -214,7 +214,7 @@ def next_module_tokens_triton(given: NextModuleTokens) -> Tensor:
     _next_module_tokens_kernel[(batch, triton.cdiv(width, block))](
         out, given.tokens.contiguous(), given.num_rows.contiguous(), given.draft.contiguous(), width, BLOCK=block,
         PDL=pdl, num_warps=1, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -229,7 +229,7 @@ def keep_rows_triton(given: KeepRows) -> None:
     _keep_rows_kernel[(batch * kept, triton.cdiv(width, block))](
         *state, given.tokens.contiguous(), given.hidden.contiguous(), given.num_emitted.contiguous(),
         given.tokens.shape[1], width, KEPT=kept, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+    )
 
 
 def _rerun_fake(given: Rerun) -> RerunRows:

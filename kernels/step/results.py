@@ -147,7 +147,7 @@ def _pack_results_kernel(
     packed, emitted, num_emitted, logprobs, bad, num_rows, index, confidence, traced, rows, stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, CONFIDENCE: tl.constexpr, LOGPROBS: tl.constexpr,
     TRACED: tl.constexpr, TRACED_BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One sequence per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -199,7 +199,7 @@ def pack_results_triton(given: PackResults) -> Tensor:
         WIDTH=given.width, BLOCK=triton.next_power_of_2(given.width), LOGPROBS=bits.shape[1] > 0,
         CONFIDENCE=0 if thought is None else given.width - 1, TRACED=more,
         TRACED_BLOCK=triton.next_power_of_2(max(more, 1)), PDL=pdl, num_warps=1, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return packed
 
 

@@ -169,7 +169,7 @@ def _consecutive_positions_kernel(positions, start, width, COUNT: tl.constexpr, 
 def _consecutive_rows_kernel(
     taken, values, first, count, length, width, outer, inner, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Copy a part of one row. The grid is (B * count, blocks of features)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -189,7 +189,7 @@ def _consecutive_rows_kernel(
 def _expand_draft_inputs_kernel(
     out_tokens, out_rows, out_hidden, tokens, num_rows, hidden, mask_hidden, length, width, outer, inner, mask_token,
     COUNT: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Write a part of one row of the expanded input. The grid is (B * (T + count), blocks of features)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -214,7 +214,7 @@ def _expand_draft_inputs_kernel(
 def _row_slots_kernel(
     slots, positions, num_rows, block_table, max_length, width, pages, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The slots of up to ``BLOCK`` rows of one sequence. The grid is (B, blocks of rows)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -240,7 +240,7 @@ def consecutive_positions_triton(given: ConsecutivePositions) -> list[Tensor]:
     _consecutive_positions_kernel[(batch, triton.cdiv(width, block))](
         tuple(positions), start.contiguous(), width, COUNT=count, BLOCK=block, PDL=pdl, num_warps=1,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
     return positions
 
 
@@ -255,7 +255,7 @@ def row_slots_triton(given: RowSlots) -> Tensor:
         slots, given.positions.contiguous(), given.num_rows.contiguous(), given.block_table.contiguous(),
         given.max_length.contiguous(), width, given.block_table.shape[1], BLOCK_SIZE=given.block_size, BLOCK=block,
         PDL=pdl, num_warps=1, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return slots
 
 
@@ -271,7 +271,7 @@ def consecutive_rows_triton(given: ConsecutiveRows) -> Tensor:
     _consecutive_rows_kernel[(batch * count, triton.cdiv(width, block))](
         taken, values, given.first.contiguous(), count, length, width, values.stride(0), values.stride(1),
         TOGETHER=given.together, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
+    )
     return taken
 
 
@@ -295,7 +295,7 @@ def expand_draft_inputs_triton(given: ExpandDraftInputs) -> tuple[Tensor, Tensor
         *outputs, tokens.contiguous(), given.num_rows.contiguous(), hidden, mask_hidden.contiguous(), length, width,
         outer, inner, given.mask_token_id, COUNT=count, HIDDEN=both, BLOCK=block, PDL=pdl, num_warps=4,
         **launch_options(pdl),
-    )  # fmt: skip
+    )
     return outputs
 
 

@@ -113,7 +113,7 @@ def propose_(
     token, processed = sample_draft(
         logits, temperature, seeds, length, top_k, top_p, min_p, row=row, rule=rule,
         target_vocab_size=target_vocab_size, draft_to_target=draft_to_target, return_processed=draft_logits is not None,
-    )  # fmt: skip
+    )
     if draft_logits is not None:
         store_drafted_(draft_logits, processed, rows, num_emitted, row)
     return token

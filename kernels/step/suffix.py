@@ -196,7 +196,7 @@ def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
         MIN_MATCH=given.min_match, SIZES=triton.next_power_of_2(sizes), FACTOR=given.factor, OFFSET=given.offset,
         THRESHOLD=given.threshold, TILE=TILE, TILES=triton.next_power_of_2(tiles), VOTERS=VOTERS,
         DRAFTS=triton.next_power_of_2(count), PDL=pdl, num_warps=4, **options,
-    )  # fmt: skip
+    )
     return proposals
 
 

@@ -28,7 +28,7 @@ def _bounds(rows, length, longest, b):
 def match_kernel(
     matched, maxima, history, rows, length, stride, longest, tiles, MAX_MATCH: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """``matched`` of every ``num_programs(0)``-th tile of one sequence, and the maximum of each; grid (parts, B)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -107,7 +107,7 @@ def vote_kernel(
     proposals, scores, drafted, places, counters, matched, maxima, history, rows, length, stride, longest, tiles, count,
     MIN_MATCH: tl.constexpr, SIZES: tl.constexpr, FACTOR: tl.constexpr, OFFSET: tl.constexpr, THRESHOLD: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, VOTERS: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The path of one length of match in one sequence; grid (lengths, B). The last to arrive writes the best drafts."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -133,7 +133,7 @@ def vote_kernel(
         # Other programs have written these: they must not come from this multiprocessor's own cache.
         sizes = tl.arange(0, SIZES)
         every = tl.load(scores + b.to(tl.int64) * tl.num_programs(0) + sizes, mask=sizes < tl.num_programs(0), other=-1,
-                        cache_modifier=".cg")  # fmt: skip
+                        cache_modifier=".cg")
         best = b.to(tl.int64) * tl.num_programs(0) + (tl.max(every, axis=0) & 127)
         chosen = tl.load(drafted + best * count + lane, mask=lane < count, other=-1, cache_modifier=".cg")
         tl.store(proposals + b.to(tl.int64) * count + lane, chosen, mask=lane < count)

@@ -143,7 +143,7 @@ def cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.co
 def _advance_kernel(
     next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids, width, count,
     NUM_EOS: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One sequence per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -183,7 +183,7 @@ def advance_triton(given: Advance) -> None:
         given.max_length.contiguous(), given.eos_ids.contiguous(), given.emitted.shape[1], count,
         NUM_EOS=given.eos_ids.shape[1], WIDTHS=widths, STRIDES=strides,
         BLOCK=triton.next_power_of_2(count + 1), PDL=pdl, num_warps=1, **launch_options(pdl),
-    )  # fmt: skip
+    )
 
 
 def _advance_covers(given: Advance) -> bool:

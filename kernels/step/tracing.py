@@ -180,7 +180,7 @@ def _padded(values: Tensor, count: int, fill: float) -> Tensor:
 def _trace_tokens_kernel(
     tokens, counts, scored, temperatures, window, num_rows, num_forced, emitted, num_emitted, temperature,
     window_width, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One sequence per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -208,7 +208,7 @@ def _trace_tokens_kernel(
 def _drawn_ids_kernel(
     ids, counts, tokens, num_emitted, draft_to_target, VOCAB: tl.constexpr, COUNT: tl.constexpr,
     WIDTHS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One token per program; the grid is (D, B)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -234,7 +234,7 @@ def _trace_columns_kernel(
     COUNT: tl.constexpr, DRAWN: tl.constexpr, DRAWN_STRIDES: tl.constexpr, BITS: tl.constexpr,
     BITS_STRIDES: tl.constexpr, DRAFTS: tl.constexpr, DRAFTS_STRIDES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One sequence per program. Log-probabilities are read and written as their bits."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -271,7 +271,7 @@ def trace_tokens_triton(given: TraceTokens) -> TracedTokens:
             *traced, *(tensor.contiguous() for tensor in (*read, given.num_emitted, given.temperature)),
             given.window.shape[1], given.emitted.shape[1], COUNT=given.logits.shape[1],
             BLOCK=triton.next_power_of_2(given.logits.shape[1]), PDL=pdl, num_warps=1, **launch_options(pdl),
-        )  # fmt: skip
+        )
     return traced
 
 
@@ -287,7 +287,7 @@ def drawn_ids_triton(given: DrawnIds) -> tuple[Tensor, Tensor]:
     _drawn_ids_kernel[(ids.shape[1], len(ids))](
         ids, counts, tokens, given.num_emitted.contiguous(), known, VOCAB=vocab, COUNT=ids.shape[1], WIDTHS=widths,
         STRIDES=strides, BLOCK=block, PDL=pdl, num_warps=max(1, block // 1024), **launch_options(pdl),
-    )  # fmt: skip
+    )
     return ids, counts
 
 
@@ -304,7 +304,7 @@ def trace_columns_triton(given: TraceColumns) -> Tensor:
             drawn, bits, drafts, given.logprobs.shape[1], COUNT=count, DRAWN=drawn_widths, DRAWN_STRIDES=drawn_strides,
             BITS=bits_widths, BITS_STRIDES=bits_strides, DRAFTS=draft_widths, DRAFTS_STRIDES=draft_strides,
             BLOCK=triton.next_power_of_2(max(count, 1)), PDL=pdl, num_warps=1, **launch_options(pdl),
-        )  # fmt: skip
+        )
     return columns
 
 

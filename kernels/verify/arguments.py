@@ -16,7 +16,7 @@ LOSSLESS_RULES = ("strict", "probabilistic", "block")
 LOGPROBS = ("none", "raw", "processed")
 VECTORS = (
     "temperature", "seeds", "top_k", "top_p", "min_p", "num_rows", "num_forced", "point_mass", "draft_rows",
-)  # fmt: skip
+)
 """The arguments with one value per sequence."""
 
 

@@ -80,7 +80,7 @@ def _locate(processed: Tensor, draft_tokens: Tensor, num_rows: Tensor, num_force
 def _draft_probs(
     draft_logits: Tensor | None, row: Tensor, draft: Tensor, like: Tensor, target_to_draft: Tensor | None,
     point_mass: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What each draft was drawn from, ``[B, R, V]`` over target ids.
 
     Drafts that have no logits are point masses, and so are all of a sequence in ``point_mass`` ``[B]``. Target ids
@@ -146,7 +146,7 @@ def _typical_chances(target_probs: Tensor, token: Tensor, threshold: float, alph
 def _chances(
     processed: Tensor, draft_logits: Tensor | None, rows: _Rows, rule: str, target_to_draft: Tensor | None,
     point_mass: Tensor | None, posterior_threshold: float, posterior_alpha: float, acceptance_rate: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if rule == "synthetic":
         return torch.full_like(processed[..., 0], acceptance_rate)
     probs = processed.softmax(-1)
@@ -194,7 +194,7 @@ def acceptance_chances(
     chances = _chances(
         processed, draft_logits, rows, rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha,
         acceptance_rate,
-    )  # fmt: skip
+    )
     return chances.masked_fill(~rows.live, 0.0)
 
 
@@ -243,7 +243,7 @@ def accept(
         chances = _chances(
             processed, draft_logits, rows, rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha,
             acceptance_rate,
-        )  # fmt: skip
+        )
         good = uniform(seeds, STREAM_ACCEPT, *step_noise(positions, num_forced, rows.row)) < chances
     if rule == "block":
         length = rows.row - rows.forced.unsqueeze(1) + 1

@@ -52,7 +52,7 @@ def draft_row(rows_ptr, batch, drawn):
 def draft_prob(
     draft_ptr, own_ptr, line, place, inside, drawn, draft, largest, total, own_vocab,
     DRAWN: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
+):
     """The draft's probabilities of the target's tokens at ``place``.
 
     A draft that was not drawn from a known distribution is a point mass at ``draft``.
@@ -73,7 +73,7 @@ def residual_tile(
     logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
     begin, vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
-):  # fmt: skip
+):
     """``max(w * p - q, 0)`` of one tile of a row, or ``p`` if ``own``, and the token ids, both ``[TILE // 4, 4]``."""
     place = begin + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
@@ -83,14 +83,14 @@ def residual_tile(
     draft_largest, draft_total = tl.load(reals_ptr + 2 * lines + line), tl.load(reals_ptr + 3 * lines + line)
     weight, point, draft = (
         tl.load(reals_ptr + 4 * lines + line), tl.load(integers_ptr + line), tl.load(integers_ptr + 2 * lines + line)
-    )  # fmt: skip
+    )
     x = load_tile(logits_ptr + line.to(tl.int64) * vocab, begin, vocab, TILE)
     p = target_prob(x, place, floor, largest, total, scale, point)
     draft_batch, has_logits = draft_row(index_ptr, batch, drawn)
     q = draft_prob(
         draft_ptr, own_ptr, draft_batch * drawn + row, place, (place < vocab) & (own == 0), row < has_logits, draft,
         draft_largest, draft_total, own_vocab, DRAWN, MAPPED,
-    )  # fmt: skip
+    )
     return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), place
 
 
@@ -100,7 +100,7 @@ def _race_split(
     integers_ptr, batch, last, first, forced, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
-):  # fmt: skip
+):
     """The first token of a split to arrive: its race value, which is 0 if no token has any weight, and its id."""
     line = batch * count + last
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -110,7 +110,7 @@ def _race_split(
         value, _ = residual_tile(
             logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
             line, first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
-        )  # fmt: skip
+        )
         if NOISE:
             next_row = tl.minimum(accepted, width - 1)
             k0, k1, c1, c2, c3 = step_noise_key(
@@ -131,7 +131,7 @@ def race(
     count, width, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Store the first token of one split to arrive, in the row that gives the next token. The grid is (B * splits)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -147,7 +147,7 @@ def race(
             logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
             reals_ptr, integers_ptr, batch, last, first, forced, accepted, split * SPLIT, count, width, vocab, lines,
             drawn, own_vocab, own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
-        )  # fmt: skip
+        )
         tl.store(best_ptr + program, best)
         tl.store(place_ptr + program, place)
     if PDL:
@@ -163,7 +163,7 @@ def finish_race(
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
     NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PROCESSED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """For one sequence, find the first token of all splits to arrive, and write the results."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -184,7 +184,7 @@ def finish_race(
             logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
             reals_ptr, integers_ptr, batch, last, first, forced, accepted, split * SPLIT, count, width, vocab, lines,
             drawn, own_vocab, 1, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
-        )  # fmt: skip
+        )
         token = tl.where(found > best, spot, token)
         best = tl.maximum(best, found)
         split += 1
@@ -193,7 +193,7 @@ def finish_race(
         load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS), draft_tokens_ptr, emitted_ptr,
         num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, token, more, first, count, width, drafts_stride,
         COLUMNS, RAW or PROCESSED,
-    )  # fmt: skip
+    )
     line = (batch * count + rows).to(tl.int64)
     at = line[:, None] * splits + ks[None, :]
     known = needed[:, None] & (ks[None, :] < splits)
@@ -205,6 +205,6 @@ def finish_race(
         write_logprobs(
             logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, lines * splits, row, needed, first,
             count, width, vocab, draft, token, accepted, point, temperature, RAW,
-        )  # fmt: skip
+        )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

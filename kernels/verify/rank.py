@@ -61,7 +61,7 @@ def rank_reference(given: Rank) -> Tensor:
 def _rank_kernel(
     ranks, logits, tokens, num_ranked, VOCAB: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The candidates of one row. The grid is (R, B)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -93,7 +93,7 @@ def rank_triton(given: Rank) -> Tensor:
             ranks, given.logits.contiguous(), given.tokens.contiguous(), given.num_ranked.contiguous(), VOCAB=vocab,
             CANDIDATES=candidates, BLOCK=triton.next_power_of_2(candidates), TILE=tile, PDL=pdl,
             num_warps=max(1, tile // 512), **launch_options(pdl),
-        )  # fmt: skip
+        )
     return ranks
 
 

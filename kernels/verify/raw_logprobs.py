@@ -28,7 +28,7 @@ from specgraph.kernels.verify.rows import logprob, merge_sums, place_rows, split
 def _sum_rows(
     logits_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, count, width, vocab, splits, SPLIT: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The largest logit and the sum of exponentials of one split of one row. The grid is (splits, R, B)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -51,7 +51,7 @@ def _sum_rows(
 def _write(
     logits_ptr, emitted_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, logprobs_ptr, count, width, vocab, splits, area,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Merge the splits of every row of one sequence, and write its log-probabilities. The grid is (B,)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -96,10 +96,10 @@ def raw_logprobs(logits: Tensor, emitted: Tensor, num_rows: Tensor, num_forced: 
     options = {"PDL": pdl, "num_warps": WARPS, "enable_fp_fusion": False, **launch_options(pdl)}
     _sum_rows[(splits, count, batch)](
         logits, *rows, stats, count, width, vocab, splits, SPLIT=split, TILE=TILE, **options
-    )  # fmt: skip
+    )
     _write[(batch,)](
         logits, emitted, *rows, stats, values, count, width, vocab, splits, area,
         ROWS=triton.next_power_of_2(max(count, 2)), SPLITS=triton.next_power_of_2(max(splits, 2)),
         COLUMNS=min(triton.next_power_of_2(width), 1024), **options,
-    )  # fmt: skip
+    )
     return values

@@ -46,7 +46,7 @@ def split_largest(row_ptr, begin, vocab, SPLIT: tl.constexpr, TILE: tl.constexpr
 @triton.jit
 def split_sums(
     row_ptr, begin, vocab, largest, floor, scale, SPLIT: tl.constexpr, TILE: tl.constexpr, FLOORED: tl.constexpr
-):  # fmt: skip
+):
     """Over one split, the sum of ``e = exp2((x - largest) * scale)`` and its moment, the sum of ``e * log2(e)``."""
     total = tl.zeros((TILE // 4, 4), tl.float32)
     moment = tl.zeros((TILE // 4, 4), tl.float32)
@@ -128,7 +128,7 @@ def place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS: tl.const
 @triton.jit
 def locate_drafts(
     draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS: tl.constexpr
-):  # fmt: skip
+):
     """The draft that each row verifies, whether it is valid, and whether the row is live (as in the reference)."""
     rows = row - first
     real = rows < count
@@ -188,7 +188,7 @@ def load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS: t
 def lay_out(
     drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, next_token, more,
     first, count, width, drafts_stride, COLUMNS: tl.constexpr, LOGPROBS: tl.constexpr,
-):  # fmt: skip
+):
     """Accepted drafts, the next token, -1, and the rows that gave them; log-probabilities of rows without logits are 0.
     ``drafts`` are the first ``COLUMNS`` of :func:`load_drafts`.
     """
@@ -213,7 +213,7 @@ def lay_out(
 def write_logprobs(
     logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width, vocab,
     draft, next_token, accepted, point, temperature, RAW: tl.constexpr,
-):  # fmt: skip
+):
     """Write the log-probabilities of the emitted tokens. ``point`` ``[ROWS]`` is the token of a point mass, or -1."""
     final = tl.where(row < accepted, draft, next_token)
     wanted = needed & (row <= accepted)

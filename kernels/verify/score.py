@@ -135,7 +135,7 @@ def _score_rows(
     is_greedy_ptr, bad_ptr, count, width, candidates, tokens_stride, vocab, splits, area,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, FLOORED: tl.constexpr,
     RAW: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Merge the splits of the rows of ``ROWS`` tokens of one sequence, and write what they say of these tokens.
 
     A sequence has ``width`` tokens: for each row, one after the other, the ``candidates``.
@@ -154,7 +154,7 @@ def _score_rows(
     best, bad = row_tokens(
         logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, none, row * none, row * none, found_ptr,
         vocab, vocab, vocab, splits, area, TL_STREAM_TARGET, SPLIT, TILE, SPLITS, False, False, FLOORED,
-    )  # fmt: skip
+    )
     best = tl.where(best == NO_TOKEN, 0, best)
     tl.store(bad_ptr + batch * width + place, bad.to(tl.uint8), mask=place < width)
     tl.store(is_greedy_ptr + batch * width + place, ((best == given) & needed).to(tl.uint8), mask=place < width)
@@ -169,7 +169,7 @@ def _score_rows(
     write_logprobs(
         logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, place, needed, 0, width, width, vocab,
         given, given, width, point, temperature, RAW,
-    )  # fmt: skip
+    )
 
 
 def covers(given: Score) -> bool:
@@ -202,17 +202,17 @@ def score_triton(given: Score) -> Scored:
     common: dict[str, Any] = {
         "SPLIT": split, "TILE": TILE, "FLOORED": floors is not None, "RAW": raw, "PDL": pdl, "num_warps": WARPS,
         "enable_fp_fusion": False, **launch_options(pdl),
-    }  # fmt: skip
+    }
     bounds = stats if floors is None else floors
     scan_rows[(splits, count, batch)](
         logits, temperature, num_scored, num_scored, num_scored, None, bounds, found, stats, count, count, vocab,
         splits, SCALED=not raw, NOISE=False, **common,
-    )  # fmt: skip
+    )
     _score_rows[(triton.cdiv(width, ROWS), batch)](
         logits, tokens, num_scored, temperature, bounds, found, stats, logprobs, is_greedy.view(torch.uint8),
         bad.view(torch.uint8), count, width, width // given.tokens.shape[1], tokens.stride(0), vocab, splits, area,
         ROWS=ROWS, SPLITS=triton.next_power_of_2(max(splits, 2)), **common,
-    )  # fmt: skip
+    )
     return results
 
 

@@ -95,7 +95,7 @@ class Drawn(NamedTuple):
 def _sum_drafts(
     draft_ptr, index_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, drawn, own_vocab, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """For one split of one row of the draft, store the largest value and the sum of exponentials."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -122,7 +122,7 @@ def _weigh_rows(
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab, own_splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
     FLOORED: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """For one sequence, write the tables of its rows.
 
     For ``probabilistic`` the weight after a row is the chance that its draft is accepted.
@@ -147,7 +147,7 @@ def _weigh_rows(
     token, bad = row_tokens(
         logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, num_rows.to(tl.int64), zero, zero, found_ptr,
         vocab, vocab, vocab, splits, lines * splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
-    )  # fmt: skip
+    )
     tl.store(bad_ptr + batch, what_is_bad(bad, row, needed & (token == NO_TOKEN)))
     # This is the token of a row that is a point mass (a greedy row, or one with nothing but -inf), and -1 otherwise.
     point = tl.where(largest == -float("inf"), 0, tl.where(cold, token, -1))
@@ -171,7 +171,7 @@ def _weigh_rows(
     q = draft_prob(
         draft_ptr, own_ptr, draft_batch * drawn + row, draft, live & valid_draft, has_logits, draft, draft_largest,
         draft_total, own_vocab, DRAWN, MAPPED,
-    )  # fmt: skip
+    )
 
     before = tl.full((ROWS,), 1.0, tl.float32)
     after = tl.full((ROWS,), 1.0, tl.float32)
@@ -209,7 +209,7 @@ def _sum_excess(
     count, width, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """For one split of one row, store the sum of ``max(w * p - q, 0)``."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -223,7 +223,7 @@ def _sum_excess(
             left, _ = residual_tile(
                 logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
                 line, row, split * SPLIT + i * TILE, vocab, lines, drawn, own_vocab, 0, TILE, FLOORED, DRAWN, MAPPED,
-            )  # fmt: skip
+            )
             total += left
         tl.store(excess_ptr + program, tl.sum(tl.sum(total, 1), 0))
     if PDL:
@@ -248,7 +248,7 @@ def _choose(
     seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, reals_ptr, integers_ptr, excess_ptr, accepted_ptr,
     count, width, splits, lines,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """For one sequence, store the number of accepted tokens."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -272,7 +272,7 @@ def _choose(
 def verify_residual(
     block: Block, source: Drawn, out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], splits: int, by_block: bool,
     common: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Write ``out``, the results of ``verify_triton``, for ``probabilistic`` or, if ``by_block``, for ``block``.
 
     ``common`` holds launch options and sizes, of which a kernel is given those that it has as parameters.
@@ -294,7 +294,7 @@ def verify_residual(
     own_ids = source.own_ids.contiguous() if source.own_ids is not None and drawn else integers
     drafts_stride = block.draft_tokens.stride(0)
     options = {**common, "DRAWN": drawn > 0, "MAPPED": own_ids is not integers, "BLOCK": by_block,
-               "OWN_SPLITS": triton.next_power_of_2(max(own_splits, 2))}  # fmt: skip
+               "OWN_SPLITS": triton.next_power_of_2(max(own_splits, 2))}
 
     def launch(kernel: Any, programs: int, *arguments: object, **changes: int) -> None:
         known = {name: value for name, value in options.items() if not name.isupper() or name in kernel.arg_names}
@@ -306,24 +306,24 @@ def verify_residual(
         launch(
             _sum_drafts, batch * drawn * own_splits, draft, draft_rows, *rows, draft_stats, drawn, own_vocab,
             own_splits, SPLIT=own_split, TILE=min(own_split, common["TILE"]),
-        )  # fmt: skip
+        )
     launch(
         _weigh_rows, batch, block.logits, block.draft_tokens, *given[1:], *rows, block.floors, block.found, block.stats,
         draft_stats, *tables, out[4], count, width, drafts_stride, vocab,
         splits, lines, drawn, own_vocab, own_splits,
-    )  # fmt: skip
+    )
     if by_block:
         launch(
             _sum_excess, lines * splits, *given, block.num_forced, block.floors, *tables, excess, count, width, vocab,
             splits, lines, drawn, own_vocab,
-        )  # fmt: skip
+        )
     launch(_choose, batch, *noise, *rows, *tables, excess, accepted, count, width, splits, lines)
     launch(
         race, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, race_value, place, count,
         width, vocab, splits, lines, drawn, own_vocab,
-    )  # fmt: skip
+    )
     launch(
         finish_race, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.stats,
         *tables, accepted, race_value, place, *out[:4], count, width, drafts_stride, vocab,
         splits, lines, drawn, own_vocab,
-    )  # fmt: skip
+    )

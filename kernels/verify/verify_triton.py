@@ -74,7 +74,7 @@ def scan_rows(
     found_ptr, stats_ptr, count, width, vocab, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Scan one split of one row. The grid is ``(splits, R, B)``. Without ``num_forced_ptr`` no row is forced.
 
     ``stats`` ``[4, B * R, splits]`` receives the largest logit, the sum of exponentials of the raw logits, and the sum
@@ -108,7 +108,7 @@ def scan_rows(
         scan_split(
             row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, found_ptr, at, area,
             TL_STREAM_TARGET, SPLIT, TILE, NOISE, False, FLOORED,
-        )  # fmt: skip
+        )
         if RAW or SCALED:
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
             tl.store(stats_ptr + at, largest)
@@ -131,7 +131,7 @@ def _finish(
     RULE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr,
     PROCESSED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """For one sequence, merge the splits, accept drafts and write the results.
 
     Names are those of ``verify_reference``.
@@ -159,7 +159,7 @@ def _finish(
     token, bad = row_tokens(
         logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, found_ptr,
         vocab, vocab, vocab, splits, area, TL_STREAM_TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
-    )  # fmt: skip
+    )
     tl.store(bad_ptr + batch, what_is_bad(bad, row, needed & (token == NO_TOKEN)))
     token = tl.where(token == NO_TOKEN, 0, token)
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
@@ -187,12 +187,12 @@ def _finish(
     lay_out(
         drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, next_token,
         more, first, count, width, drafts_stride, COLUMNS, RAW or PROCESSED,
-    )  # fmt: skip
+    )
     if RAW or PROCESSED:
         write_logprobs(
             logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width,
             vocab, draft, next_token, accepted, point, temperature, RAW,
-        )  # fmt: skip
+        )
 
 
 def covers(given: Verify) -> bool:
@@ -213,7 +213,7 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
         return verified._replace(logprobs=own)
     logits, draft_tokens, positions, rule, logprobs = (
         given.logits, given.draft_tokens, given.positions, given.rule, given.logprobs
-    )  # fmt: skip
+    )
     batch, count, vocab = logits.shape
     width = positions.shape[1]
     emitted, accepted_rows = (torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(2))
@@ -239,22 +239,22 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     common: dict[str, Any] = {
         "SPLIT": split, "TILE": tile, "FLOORED": floors is not None, "PDL": pdl, "num_warps": warps,
         "enable_fp_fusion": False, **launch_options(pdl),
-    }  # fmt: skip
+    }
     bounds = stats if floors is None else floors
     # Rules whose noise is keyed by the step draw in a later kernel. They need only the largest values of the rows here.
     scan_rows[(splits, count, batch)](
         logits, temperature, noise, positions, num_rows, num_forced, bounds, found, stats, count, width,
         vocab, splits, RAW=raw, SCALED=scaled, NOISE=given.seeds is not None and not by_step, **common,
-    )  # fmt: skip
+    )
     common |= {
         "ROWS": triton.next_power_of_2(max(count, 2)), "SPLITS": triton.next_power_of_2(max(splits, 2)),
         "COLUMNS": min(triton.next_power_of_2(width), 1024), "NOISE": given.seeds is not None, "RAW": raw,
         "PROCESSED": logprobs == "processed",
-    }  # fmt: skip
+    }
     if by_step:
         block = Block(
             logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found, stats,
-        )  # fmt: skip
+        )
         drawn = Drawn(given.draft_logits, given.target_to_draft, given.draft_rows, given.point_mass)
         results = (emitted, num_emitted, accepted_rows, values, bad)
         verify_residual(block, drawn, results, splits, rule == "block", common)
@@ -266,5 +266,5 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
             emitted, num_emitted, accepted_rows, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
             given.posterior_threshold, given.posterior_alpha, given.acceptance_rate, RULE=_RULES[rule], SCALED=scaled,
             **common,
-        )  # fmt: skip
+        )
     return Verified(emitted, num_emitted, accepted_rows, values, bad)

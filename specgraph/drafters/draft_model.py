@@ -32,7 +32,8 @@ MOST = 16
 LEAST_SURVIVAL = 0.5
 """A further draft pays where the tokens per second that it promises, its probability over the seconds of its call, are
 more than those of the whole step. For a draft model that takes a third of the time of its target, and is right in four
-of five cases, that is so down to a probability of 0.5; anything from 0.4 to 0.8 is within 6% of the best."""
+of five cases, that is so down to a probability of 0.5; on twelve prompts of HumanEval, anything from 0.25 to 0.7
+was within 5% of the best."""
 
 
 @dataclass(frozen=True, eq=False)
