@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import AutoModelForCausalLM
 
+import specgraph
 from specgraph.compiler.numerics import observe
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import ConfigError, PassError
@@ -34,7 +35,7 @@ from specgraph.passes.merge_linears import MergeLinears, merge_storage
 from specgraph.passes.pipeline import run_passes
 from specgraph.runtime.execution.workspace import bucket
 from tests.compiler.test_pipeline import body, first, last
-from tests.decoding import compiled
+from tests.decoding import CONFIG, compiled
 from tests.models import make_head, make_model, ragged_prompts
 
 LOWERING = [FuseNorm(), MergeLinears(), FuseRotaryCache(), LowerKernels()]
@@ -484,3 +485,19 @@ def test_every_batch_size_has_a_bucket_and_the_largest_is_one(batch: int) -> Non
     assert all(rounded[name] >= sizes[name] for name in sizes)
     assert rounded["B"] <= 20 and rounded["N"] <= sizes["N"] * 33 / 32 + 1
     assert bucket({**sizes, "B": 20}, 20, 16)["B"] == 20
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_head_drafts_with_few_launches(parallel: bool) -> None:
+    model = make_model("llama", dtype=torch.float64)
+    draft = {"kind": "eagle3", "num_speculative_tokens": 3, "parallel": parallel}
+    configs = [{**CONFIG, "draft": draft, "lowering": {"name": name}} for name in ("eager", "gpu")]
+    decoders = [specgraph.compile_speculative(model, config, draft=make_head(model)) for config in configs]
+    prompts = ragged_prompts((3, 9))
+    outs = [d.generate(prompts, max_new_tokens=12, temperature=1.0, seed=1) for d in decoders]
+    assert all(map(torch.equal, outs[0].new_tokens, outs[1].new_tokens))
+    assert outs[0].stats.acceptance_length == outs[1].stats.acceptance_length
+    nodes = decoders[1].stages["lower_kernels"].modules["draft"].graph.nodes
+    counts = [str(node.target).removesuffix(".default") for node in nodes if node.op.startswith("call")]
+    assert counts.count("specgraph.rms_norm_pair") == counts.count("specgraph.rotary_angles") == 1
+    assert not {"aten.cat", "aten.add.Tensor", "aten.embedding", "aten.cos", "specgraph.rms_norm"} & set(counts)
