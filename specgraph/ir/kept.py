@@ -10,7 +10,8 @@ memory. The code is part of the key as well: the functions of every class, and t
 part in an export. So a model that was changed is exported again, as is one whose code was replaced.
 
 A key is made only of what it can compare. Code that is neither PyTorch's nor transformers' nor specgraph's may depend
-on anything, so a module with a class, a hook or an object from elsewhere is exported every time.
+on anything, so a module with a class, a hook or an object from elsewhere is exported every time. So is every module
+while somebody's own code stands in a class or a Python module that a key holds, or while all modules have a hook.
 
 What is kept holds no weights: tensors without memory stand in their places.
 """
@@ -22,11 +23,13 @@ import enum
 import functools
 import hashlib
 import sys
+import sysconfig
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -41,8 +44,11 @@ TRUSTED = frozenset({"torch", "transformers", "specgraph"})
 """The packages whose code depends on nothing that a key does not hold."""
 _LIBRARIES = TRUSTED | sys.stdlib_module_names | {"huggingface_hub"}
 """The packages from which methods of their classes come."""
-_CODE = ("specgraph.frontend.", "specgraph.ir.", "transformers.masking_utils", "transformers.modeling_rope_utils",
-         "transformers.modeling_layers", "transformers.activations", "transformers.integrations.")  # fmt: skip
+_INSTALLED = (Path(torch.__file__).parents[1], *map(sysconfig.get_path, ("purelib", "platlib")))
+"""The folders of the packages from which their Python modules import functions."""
+_CODE = ("torch.nn.functional", "specgraph.frontend.", "specgraph.ir.", "transformers.masking_utils",
+         "transformers.modeling_rope_utils", "transformers.modeling_layers", "transformers.activations",
+         "transformers.integrations.")  # fmt: skip
 """Python modules whose functions an export runs, beside those of the classes of the model."""
 _OTHERS = {
     "_name_or_path", "name_or_path", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks",
@@ -94,6 +100,7 @@ class _Key:
     def of(self, values: tuple[Any, ...]) -> Hashable:
         """The key, with the code and the settings of the process on which an export depends."""
         parts = self._value(values)
+        self._note("torch", torch)
         for name in sorted(name for name in [*sys.modules] if name.startswith(_CODE)):  # another thread may import
             self._note(name, sys.modules[name])
         return parts, tuple(self._code.items()), _settings()
@@ -104,7 +111,7 @@ class _Key:
         if isinstance(value, float | complex):
             return type(value), repr(value)  # zero equals minus zero
         if isinstance(value, BuiltinFunctionType | type):
-            return _Itself(value)
+            return self._builtin(value)
         if type(value) in (tuple, frozenset):
             return type(value), type(value)(map(self._value, value))
         if isinstance(value, MethodType):
@@ -138,8 +145,17 @@ class _Key:
             raise UnknownKeyError(function) from None
         return _Itself(function.__code__), *map(self._value, (function.__defaults__, function.__kwdefaults__, held))
 
+    def _builtin(self, value: Any) -> Hashable:
+        """A class, or a function in C, which may be the method of an object."""
+        if isinstance(value, type):
+            _check_trusted(value.__module__, _LIBRARIES)
+        elif not isinstance(value.__self__, type | ModuleType | None):
+            raise UnknownKeyError(value)
+        return _Itself(value)
+
     def _tensor(self, tensor: Tensor) -> Hashable:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        plain = plain and not tensor.is_conj() and not tensor.is_neg()
         if id(tensor) not in self._tensors or not plain:
             raise UnknownKeyError(type(tensor))
         storage = tensor.untyped_storage()._cdata
@@ -153,11 +169,10 @@ class _Key:
             raise UnknownKeyError(type(value))
         for kind in type(value).__mro__[:-1]:
             _check_trusted(kind.__module__, TRUSTED)
-            if vars(kind).get("__slots__"):
+            if vars(kind).get("__slots__") or kind.__module__.startswith("torch._C"):  # its state is elsewhere
                 raise UnknownKeyError(kind)
-            if kind is not nn.Module:
-                self._note(kind.__module__, sys.modules[kind.__module__])
-                self._note(f"{kind.__module__}.{kind.__qualname__}", kind)
+            self._note(kind.__module__, sys.modules[kind.__module__])
+            self._note(f"{kind.__module__}.{kind.__qualname__}", kind)
         held = tuple((name, self._value(item)) for name, item in dict(vars(value)).items() if name not in _OTHERS)
         return held, tuple(map(_content, value._buffers.values())) if isinstance(value, nn.Module) else ()
 
@@ -165,19 +180,25 @@ class _Key:
         """Note what a class, or a Python module, calls by which names."""
         if name in self._code:
             return
-        named = dict(vars(owner))
-        functions = named.values() if isinstance(owner, type) else ()
-        for function in functions:
-            if isinstance(function, FunctionType):
-                _check_trusted(str(function.__globals__.get("__name__")), _LIBRARIES)
-        plain = tuple((key, type(value), value) for key, value in named.items() if isinstance(value, _PLAIN))
-        code = tuple((key, _Itself(value)) for key, value in named.items() if callable(value) or _is_member(value))
-        self._code[name] = plain, code
+        # A package gets a name for each of its modules that is imported, at any time.
+        named = {key: value for key, value in dict(vars(owner)).items() if not isinstance(value, ModuleType)}
+        for key in ("__builtins__", "__slotnames__", "__warningregistry__"):  # Python fills these in
+            named.pop(key, None)
+        if not name.startswith("specgraph."):
+            for value in named.values():
+                _check_code(value, installed=not isinstance(owner, type))
+        self._code[name] = tuple((key, _noted(value)) for key, value in named.items())
 
 
 def _settings() -> Hashable:
-    """The settings of PyTorch on which an export depends."""
-    autocast = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    """The settings of PyTorch on which an export depends.
+
+    Raises:
+        UnknownKeyError: there are hooks of all modules.
+    """
+    if any(hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_")):
+        raise UnknownKeyError(nn.modules.module)
+    autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return torch.get_default_dtype(), str(torch.get_default_device()), *modes, *autocast
 
@@ -187,8 +208,42 @@ def _check_trusted(module: str, packages: frozenset[str]) -> None:
         raise UnknownKeyError(module)
 
 
-def _is_member(value: object) -> bool:
-    return isinstance(value, property | staticmethod | classmethod)
+def _is_code(value: object) -> bool:
+    return not isinstance(value, type) and (callable(value) or hasattr(type(value), "__get__"))
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and any(map(Path(file).is_relative_to, _INSTALLED))
+
+
+def _check_code(value: Any, *, installed: bool) -> None:
+    """Refuse code that is of no library, also if one of a library's decorators is around it.
+
+    ``installed`` allows that of every package that is installed.
+    """
+    while value is not None and _is_code(value):
+        for name in {getattr(value, "__module__", None), getattr(value, "__globals__", {}).get("__name__")} - {None}:
+            if not (installed and _is_installed(name)):
+                _check_trusted(name, _LIBRARIES)
+        inner = (getattr(value, name, None) for name in ("__wrapped__", "__func__", "fget", "func"))
+        value = next((one for one in inner if one is not None), None)
+
+
+def _noted(value: Any, depth: int = 2) -> Hashable:
+    """What stands under a name in a class or a Python module: code, a value, or a table of these."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, float | complex):
+        return type(value), repr(value)
+    if isinstance(value, FunctionType):
+        return _Itself(value), _Itself(value.__code__), _Itself(value.__defaults__)  # a reload may replace the code
+    if isinstance(value, dict) and depth:
+        return tuple((_noted(key, 0), _noted(item, depth - 1)) for key, item in [*dict.items(value)])
+    if isinstance(value, list | tuple) and depth:
+        return tuple(_noted(item, depth - 1) for item in [*value])
+    return _Itself(value) if isinstance(value, type) or _is_code(value) else type(value)
 
 
 def _content(buffer: Tensor | None) -> Hashable:

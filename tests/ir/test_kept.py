@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from specgraph.frontend import tracing
@@ -192,8 +193,16 @@ def hold_a_closed_function(model: Any) -> None:
     model.model.norm.scale = functools.partial(logits, model)
 
 
+def hold_a_method(model: Any) -> None:
+    model.model.norm.scale = {"scale": 1.0}.get
+
+
+def hold_own_class(model: Any) -> None:
+    model.model.norm.scale = Own
+
+
 @pytest.mark.parametrize("change", [add_hook, replace_forward, hold_a_tensor, put_own_module, hold_an_object,
-                                    hold_a_closed_function])  # fmt: skip
+                                    hold_a_closed_function, hold_a_method, hold_own_class])  # fmt: skip
 def test_what_cannot_be_compared_is_exported_every_time(
     change: Callable[[PreTrainedModel], object], exported: list[object]
 ) -> None:
@@ -206,15 +215,58 @@ def test_what_cannot_be_compared_is_exported_every_time(
     assert exported == [model, model]
 
 
-def test_a_method_that_a_user_has_replaced_is_never_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def times_two(hidden: Any) -> Any:
+    return 2 * hidden
+
+
+@pytest.mark.parametrize("owner, name, value", [
+    (modeling_llama.LlamaAttention, "forward", times_two),
+    (modeling_llama.LlamaAttention, "forward", torch.no_grad()(times_two)),
+    (modeling_llama.LlamaAttention, "forward", functools.partialmethod(times_two)),
+    (modeling_llama.LlamaAttention, "scaling", property(times_two)),
+    (modeling_llama, "rotate_half", times_two),
+    (modeling_llama, "rotate_half", functools.partial(times_two)),
+    (nn.functional, "silu", times_two),
+    (nn.Module, "_call_impl", times_two),
+])  # fmt: skip
+def test_a_model_that_runs_code_of_a_user_is_never_kept(
+    owner: Any, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model("llama")
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", lambda *args, **options: None)
+    monkeypatch.setattr(owner, name, value, raising=False)
     with pytest.raises(UnknownKeyError):
         key_of(model)
 
 
-@pytest.mark.parametrize("owner, name, value", [(modeling_llama, "apply_rotary_pos_emb", logits),
+def test_nothing_is_kept_while_all_modules_have_a_hook(exported: list[object]) -> None:
+    model = make_model("llama")
+    plain = logits(trace(model))
+
+    def double(module: nn.Module, args: Any, out: Any) -> Any:
+        return 2 * out if isinstance(module, modeling_llama.LlamaMLP) else None
+
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        hooked = logits(trace(model))
+    finally:
+        handle.remove()
+    assert not torch.equal(plain, hooked)
+    assert torch.equal(plain, logits(trace(model)))
+    assert exported == [model, model]
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2)._neg_view()])
+def test_a_module_with_a_buffer_that_is_no_plain_memory_is_never_kept(value: Tensor) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("value", value)
+    with pytest.raises(UnknownKeyError):
+        key_of(module)
+
+
+@pytest.mark.parametrize("owner, name, value", [(modeling_llama, "rotate_half", modeling_llama.repeat_kv),
                                                 (modeling_llama.LlamaForCausalLM, "_supports_sdpa", 2),
+                                                (modeling_llama.LlamaConfig, "rms_norm_eps", 0.5),
+                                                (modeling_llama.LlamaMLP.forward, "__code__", times_two.__code__),
                                                 (tracing, "_HARMLESS", "nothing")])  # fmt: skip
 def test_code_that_was_replaced_is_other_code(
     owner: Any, name: str, value: object, monkeypatch: pytest.MonkeyPatch
@@ -222,6 +274,13 @@ def test_code_that_was_replaced_is_other_code(
     model = make_model("llama")
     before = key_of(model)
     monkeypatch.setattr(owner, name, value)
+    assert key_of(model) != before
+
+
+def test_a_table_of_functions_that_was_changed_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    before = key_of(model)
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "dynamic", ROPE_INIT_FUNCTIONS["yarn"])
     assert key_of(model) != before
 
 
