@@ -139,9 +139,9 @@ def check_adaptive(config: Config, drafter: Drafter) -> None:
     able = drafter.looks_up or drafter.least_survival > 0
     if config.draft.adaptive and not able and config.draft.num_speculative_tokens_by_load is None:
         raise ConfigError(
-            f"draft.adaptive=true chooses K by a look at the drafts, which lookups allow (ngram, suffix) and, on a "
-            f"CPU and under a lossless rule, draft models that draft token by token; the drafter is {drafter.name}, "
-            f"and the rule {config.verify.rule}. Leave it out, or give draft.num_speculative_tokens a table."
+            "draft.adaptive=true chooses K by a look at the drafts, which lookups allow (ngram, suffix) and, on a "
+            f"CPU, draft models that draft token by token under a lossless rule; the drafter is {drafter.name}, and "
+            f"the rule {config.verify.rule}. Leave it out, or give draft.num_speculative_tokens a table."
         )
 
 

@@ -248,7 +248,7 @@ def test_a_table_holds_beside_adaptive() -> None:
 
 
 def test_where_chains_cannot_end_the_error_says_what_is_missing() -> None:
-    with pytest.raises(ConfigError, match=r"under a lossless rule, .*the drafter is draft_model, and the rule typical"):
+    with pytest.raises(ConfigError, match=r"under a lossless rule; the drafter is draft_model, and the rule typical"):
         made({"adaptive": True}, "typical")
     enabled = {"parallel_draft": {"enabled": True}}
     with pytest.raises(PassError, match=r"the chain of this draft_model ends early, .*set draft\.parallel=true, or"):
