@@ -57,6 +57,11 @@ class ParallelDraft(Pass):
                 f"parallel_draft: this {drafter.name} has no {missing}, so it was not trained to draft in parallel; "
                 "set draft.parallel=false or use a checkpoint that was."
             )
+        if drafter.least_survival:
+            raise PassError(
+                f"parallel_draft: the chain of this {drafter.name} ends early, which drafts of one call do not; set "
+                "draft.parallel=true, or draft.adaptive=false beside passes.parallel_draft.enabled=true."
+            )
         count = drafter.num_speculative_tokens
         first, *chained = program.with_role("draft")
         proposals = program.with_role("drafts")

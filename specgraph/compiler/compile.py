@@ -125,7 +125,8 @@ def compile_speculative(
             check_drafts(stages[InsertDraft.name])
         indexed, index_reports = run_passes(list(stages.values())[-1], [IndexRows()], callbacks)
         stages[IndexRows.name] = indexed[IndexRows.name]
-    watching = callbacks[1:]  # without the first, which shows the progress of compiling
+    # Variants of the step leave options out that the example of the comparison has, and progress is at its end.
+    watching = [callback for callback in callbacks[1:] if not isinstance(callback, NumericsCallback)]
     guard = ModelGuard(_given(given, draft), stages["trace"], indexed[IndexRows.name])
     decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, given, limits, guard, notes, watching)
     if config.debug.dump_dir is not None:
@@ -134,12 +135,13 @@ def compile_speculative(
 
 
 def check_adaptive(config: Config, drafter: Drafter) -> None:
-    """Refuse ``draft.adaptive`` for a drafter whose K cannot be chosen for every step."""
-    if config.draft.adaptive and not (drafter.looks_up or drafter.least_survival):
+    """Refuse ``draft.adaptive`` for a drafter whose K cannot be chosen for every step, unless a table gives K."""
+    able = drafter.looks_up or drafter.least_survival > 0
+    if config.draft.adaptive and not able and config.draft.num_speculative_tokens_by_load is None:
         raise ConfigError(
-            f"draft.adaptive=true chooses K by a look at the drafts, which lookups allow (ngram, suffix) and, on a "
-            f"CPU, draft models that draft token by token; the drafter is {drafter.name}. Leave it out, or give "
-            "draft.num_speculative_tokens a table."
+            "draft.adaptive=true chooses K by a look at the drafts, which lookups allow (ngram, suffix) and, on a "
+            f"CPU, draft models that draft token by token under a lossless rule; the drafter is {drafter.name}, and "
+            f"the rule {config.verify.rule}. Leave it out, or give draft.num_speculative_tokens a table."
         )
 
 

@@ -31,7 +31,7 @@ class Scheme:
     Attributes:
         name: for reports.
         traced: the op that a traced module calls, ``(x, *weight, bias=None)``.
-        weight: the arguments that hold the tensors of the weight. Dimension 0 of each counts the outputs.
+        weight: the arguments that hold the tensors of the weight. Dimension 0 of the first one counts the outputs.
         lowered: the op with an epilogue, ``(x, *weight, bias, residual, sum_sq, *, norm_eps, activation, ...)`` as
             ``specgraph::linear`` has it; None if ``traced`` is what runs, and nothing is fused with it.
         with_norm: the same with the parts of the norm that reads the result, as ``specgraph::linear_norm``; or None.
@@ -53,7 +53,13 @@ class Scheme:
         return matrix.to(dtype)
 
     def why_not_merged(self, weights: Sequence[Sequence[Tensor]]) -> str | None:
-        """Why weights cannot be joined tensor by tensor along dimension 0; None if they can."""
+        """Why weights cannot be joined tensor by tensor along dimension 0; None if they can.
+
+        Each tensor has to have a row for every output. A scheme with a scale for each block of outputs, for example,
+        overrides this, and allows what it can: weights whose blocks end with them.
+        """
+        if any(tensor.shape[:1] != weight[0].shape[:1] for weight in weights for tensor in weight):
+            return f"a tensor of {self.name} weights does not have a row for every output"
         kinds = {tuple((t.dtype, t.device, t.shape[1:]) for t in weight) for weight in weights}
         return "the weights differ in dtype or device" if len(kinds) > 1 else None
 

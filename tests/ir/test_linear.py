@@ -208,6 +208,15 @@ def test_scales_of_two_dtypes_are_not_merged() -> None:
     assert "the weights differ in dtype or device" in misses(decoder, "merge_linears")
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=["scalar", "one", "blocks"])
+def test_scales_of_several_outputs_are_not_merged(shape: tuple[int, ...]) -> None:
+    """Joined, they would say of no output which scale it has."""
+    weights = [(torch.ones(8, 4, dtype=torch.int8), torch.ones(shape)) for _ in range(2)]
+    assert INT8.why_not_merged(weights) == "a tensor of int8 weights does not have a row for every output"
+    weights = [(packed, torch.ones(8)) for packed, _ in weights]
+    assert INT8.why_not_merged(weights) is None
+
+
 def test_packed_bytes_count() -> None:
     model = quantised()
     weights = sum(size for size, _ in reads_of(trace(model).body).weights)

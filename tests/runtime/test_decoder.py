@@ -339,6 +339,17 @@ def test_check_numerics_passes_on_the_pipeline_and_names_the_pass_that_breaks(mo
         specgraph.compile_speculative(shared_model("gemma2"), config)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "seed": 3}, {"repetition_penalty": 1.2}])
+def test_variants_of_the_step_are_made_where_numerics_are_checked(options: dict[str, Any]) -> None:
+    """They leave options out on purpose, so their outputs are not compared with those of the whole step."""
+    made, checked = (
+        specgraph.compile_speculative(shared_model("gemma2"), {**CONFIG, "check_numerics": check})
+        for check in (False, True)
+    )
+    a, b = (decoder.generate(PROMPTS, max_new_tokens=4, **options).new_tokens for decoder in (made, checked))
+    assert all(map(torch.equal, a, b))
+
+
 def test_self_check_refuses_what_decodes_differently_with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama", sliding_window=None)
     attention = model.model.layers[1].self_attn

@@ -16,7 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import specgraph
+from specgraph import SpeculativeDecoder
 from specgraph.drafters import draft_model
+from specgraph.kernels import step
+from specgraph.runtime.outputs.stats import Stats
 from tests.decoding import CONFIG, compiled
 from tests.models import make_model
 
@@ -103,22 +106,46 @@ def test_joint_distribution_over_several_steps(
     monkeypatch.setattr(draft_model, "LEAST_SURVIVAL", 0.3)  # the models are hardly sure of anything
     loaded = None if draft is None else opposite() if draft < 0 else model(draft)
     extra: dict[str, Any] = {"verify": {"rule": rule}, "max_batch_size": BATCH}
+    decoder = compiled(model(0), kind, k, loaded, **extra) if k != ENDS else ending(rule)  # type: ignore[arg-type]
+    counts, last = sampled(decoder, RUNS, temperature, top_k)
+    assert counts.sum() >= 200_000
     if k == ENDS:
-        extra |= {"draft.num_speculative_tokens": 3, "draft.adaptive": True}
-        decoder = specgraph.compile_speculative(model(0), {**CONFIG, "draft.kind": kind, **extra}, draft=loaded)
-    else:
-        decoder = compiled(model(0), kind, k, loaded, **extra)  # type: ignore[arg-type]
-    counts = torch.zeros(VOCAB**LENGTH, dtype=torch.float64)
+        assert len(last.steps_by_drafts) > 1
+        assert decoder._program.drafter.least_survival == 0.3
+    assert not isinstance(k, dict) or {mode.drafts for mode in decoder._step_cache.steps} == {2, 1, None}
+    assert p_value(counts, exact_joint(temperature, top_k)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+def test_a_draft_that_is_left_out_because_of_its_own_value_is_found(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of the runs is enough, since the counts are far off."""
+    right = step.where_surviving
+
+    def biased(token: Tensor, before: Tensor) -> Tensor:
+        return right(torch.where(token < 2, -1, token), before)
+
+    monkeypatch.setattr(draft_model, "LEAST_SURVIVAL", 0.3)
+    monkeypatch.setattr(step, "where_surviving", biased)
+    counts, _ = sampled(ending(rule), RUNS // 5, 1.0, 0)
+    assert p_value(counts, exact_joint(1.0, 0)) < 1e-9
+
+
+def ending(rule: str) -> SpeculativeDecoder:
+    """A decoder whose draft model makes up to three drafts and ends its chains itself."""
+    drafting = {"draft.kind": "draft_model", "draft.num_speculative_tokens": 3, "draft.adaptive": True}
+    config = {**CONFIG, **drafting, "verify": {"rule": rule}, "max_batch_size": BATCH}
+    return specgraph.compile_speculative(model(0), config, draft=model(1))
+
+
+def sampled(decoder: SpeculativeDecoder, runs: int, temperature: float, top_k: int) -> tuple[Tensor, Stats]:
+    """How often each continuation occurred in ``runs`` calls, and what the last one counted."""
+    counts, steps = torch.zeros(VOCAB**LENGTH, dtype=torch.float64), 0
     weights = torch.tensor([VOCAB ** (LENGTH - 1 - i) for i in range(LENGTH)])
-    prompts, steps = PROMPT.expand(BATCH, -1), 0
-    for run in range(RUNS):
+    prompts = PROMPT.expand(BATCH, -1)
+    for run in range(runs):
         out = decoder.generate(prompts, max_new_tokens=LENGTH, temperature=temperature, top_k=top_k, seed=run,
                                eos_token_id=[])  # fmt: skip
         counts += torch.bincount((torch.stack(out.new_tokens) * weights).sum(1), minlength=VOCAB**LENGTH)
         steps = max(steps, *map(len, out.stats.emitted_per_step))
-    assert counts.sum() >= 200_000 and steps >= 2
-    if k == ENDS:
-        assert len(out.stats.steps_by_drafts) > 1
-        assert decoder._program.drafter.least_survival == 0.3
-    assert not isinstance(k, dict) or {mode.drafts for mode in decoder._step_cache.steps} == {2, 1, None}
-    assert p_value(counts, exact_joint(temperature, top_k)) > 1e-3
+    assert steps >= 2
+    return counts, out.stats

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.drafters import draft_model
-from specgraph.errors import PassError
+from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import calls
 from specgraph.kernels import step
 from specgraph.kernels.step.finalize import StepUpdate
@@ -23,7 +23,7 @@ from tests.decoding import CONFIG, compiled
 from tests.detectors import check_fresh_start, check_slots
 from tests.drafters.test_draft_model import draft, oracle, target
 from tests.harness import Options, Run, drafting_stage, forced_run, real_run
-from tests.models import ragged_prompts
+from tests.models import double_model, ragged_prompts
 
 K, LEAST = 5, 0.2
 """The models are random, and hardly sure of anything."""
@@ -40,10 +40,12 @@ def decoder_of(rule: str = "strict", name: str = "near", **keys: Any) -> Specula
     return made({"num_speculative_tokens": K, "adaptive": True, **keys}, rule, draft(name))
 
 
-def made(keys: dict[str, Any], rule: str = "strict", model: Any = None, **extra: Any) -> SpeculativeDecoder:
+def made(
+    keys: dict[str, Any], rule: str = "strict", model: Any = None, target_model: Any = None, **extra: Any
+) -> SpeculativeDecoder:
     drafting = {"kind": "draft_model", **keys}
     config = {**CONFIG, "draft": drafting, "verify": {"rule": rule}, "lowering": {"name": "eager"}, **extra}
-    return specgraph.compile_speculative(target(), config, draft=model or draft("near"))
+    return specgraph.compile_speculative(target_model or target(), config, draft=model or draft("near"))
 
 
 @functools.cache
@@ -104,6 +106,17 @@ def test_a_cache_that_is_not_caught_up_is_found(bug: Any) -> None:
         node.target = wrong
     with pytest.raises(AssertionError):
         check_fresh_start(forced_run(stage, PROMPTS[:3], (48, 41, 23), seed=0))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba", "qwen3_next"])
+def test_a_recurrent_state_is_caught_up_behind_chains_of_any_length(name: str) -> None:
+    """A draft that is the target has all its drafts accepted, unless its state has missed a token or kept a draft."""
+    model = double_model(name, 0)
+    decoder = made({"num_speculative_tokens": K, "adaptive": True}, model=model, target_model=model)
+    for prompt in ragged_prompts((2, 40)):
+        stats = decoder.generate([prompt], max_new_tokens=NEW_TOKENS, eos_token_id=[]).stats
+        assert len(stats.steps_by_drafts) > 1
+        assert sum(stats.emitted_per_step[0]) == sum((k + 1) * count for k, count in stats.steps_by_drafts.items())
 
 
 # What is emitted
@@ -224,6 +237,26 @@ def test_a_number_that_is_given_holds_for_every_step() -> None:
         assert not decoder._engines.adapts and "K is chosen" not in decoder.report()
         out = decoder.generate(PROMPTS[:1], max_new_tokens=9, eos_token_id=[])
         assert {*out.stats.steps_by_drafts} == {K}
+
+
+def test_a_table_holds_beside_adaptive() -> None:
+    decoder = made({"num_speculative_tokens": {1: 3, 2: 1}, "adaptive": True})
+    assert not decoder._engines.adapts
+    for count, drafts in ((1, 3), (2, 1)):
+        out = decoder.generate(PROMPTS[:count], max_new_tokens=9, eos_token_id=[])
+        assert drafts in out.stats.steps_by_drafts and max(out.stats.steps_by_drafts) <= 3
+
+
+def test_where_chains_cannot_end_the_error_says_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"under a lossless rule; the drafter is draft_model, and the rule typical"):
+        made({"adaptive": True}, "typical")
+    enabled = {"parallel_draft": {"enabled": True}}
+    with pytest.raises(PassError, match=r"the chain of this draft_model ends early, .*set draft\.parallel=true, or"):
+        made({"mask_token_id": 3}, passes=enabled)
+    chosen = made({"mask_token_id": 3, "adaptive": False}, passes=enabled)
+    out = chosen.generate(PROMPTS, max_new_tokens=9, eos_token_id=[])
+    expected = plain().generate(PROMPTS, max_new_tokens=9, eos_token_id=[])
+    assert all(map(torch.equal, out.new_tokens, expected.new_tokens))
 
 
 def test_without_a_number_a_draft_model_drafts_up_to_sixteen_tokens() -> None:

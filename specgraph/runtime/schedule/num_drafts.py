@@ -5,8 +5,9 @@ to twice the time of one. So a step verifies the number of drafts that promises 
 follows from how often the drafts at each position were right lately, and the price from what steps of so many rows
 have taken in this decoder.
 
-The choice looks at the drafts themselves, at least at their number. That biases no output, because this is done only
-for drafts that are a function of the accepted tokens: given these tokens, nothing about the drafts is random.
+:class:`Worth` looks at the drafts themselves, at least at their number. That biases no output, because this is done
+only for drafts that are a function of the accepted tokens: given these tokens, nothing about the drafts is random.
+:class:`Longest` leaves no draft out, so it also serves drafters that draw their drafts.
 """
 
 from __future__ import annotations
