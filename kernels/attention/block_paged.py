@@ -43,7 +43,7 @@ from specgraph.kernels.attention.tiles import (
     sum_of_keys,
 )
 from specgraph.kernels.attention.work_units import divide_context, is_last, merge_work_units, store_work_unit
-from specgraph.kernels.launch import arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.launch import arrival_counters, gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 
 
 @triton.jit
@@ -101,11 +101,10 @@ def block_attention_kernel(
     through ``partials``, and the program that finishes last merges them. Whichever program has the sum over the whole
     context adds the block.
     """
-    if PDL:
-        # The projection behind requests its weights from here on. Before the wait, these requests would be in the way
-        # of the norms of queries and keys, and they are answered well before the attention has ended.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # The projection behind requests its weights from here on. Before the wait, these requests would be in the way
+    # of the norms of queries and keys, and they are answered well before the attention has ended.
+    gdc_wait(PDL)
+    gdc_launch_dependents(PDL)
     tile = tl.program_id(0)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS

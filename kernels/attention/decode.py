@@ -30,6 +30,7 @@ from specgraph.kernels.attention.tiles import (
     sum_of_keys,
 )
 from specgraph.kernels.attention.work_units import divide_context, is_last, merge_work_units, store_work_unit
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -68,9 +69,8 @@ def write_cache_kernel(
 
     The grid is (row tiles, B * Hkv).
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -164,10 +164,9 @@ def decode_attention_kernel(
     If ``SPLIT`` and a tile has several work units, their partial results go through ``partials``, and the program that
     finishes last merges them.
     """
-    if PDL:
-        # This kernel has few programs. Those of the next launch may start and request its weights meanwhile.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    # This kernel has few programs. Those of the next launch may start and request its weights meanwhile.
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     # The last rows see the most keys and take longest, so their programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)

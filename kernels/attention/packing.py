@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 _BLOCK = 1024
@@ -158,8 +158,7 @@ def _packed_places_kernel(
     SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """Where up to ``BLOCK`` rows of one sequence lie, or of the padding. The grid is (B + 1, blocks of rows)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0)
     lane = tl.arange(0, SEQUENCES)
     counts = tl.load(num_rows + lane, mask=lane < batch, other=0)
@@ -167,8 +166,7 @@ def _packed_places_kernel(
     begin = tl.minimum(tl.sum(tl.where(lane < b, counts, 0), 0), room)
     end = tl.minimum(tl.sum(tl.where(lane <= b, counts, 0), 0), room)
     end = tl.where(b == batch, room, end)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     if tl.program_id(1) == 0:
         tl.store(cu_seqlens + b, begin)
         tl.store(cu_seqlens + b + 1, end, mask=b == batch)
@@ -179,14 +177,12 @@ def _packed_places_kernel(
 @triton.jit(do_not_specialize=["size"])
 def _pack_rows_kernel(packed, values, source, size, FILL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Copy a part of one packed row. The grid is (R, blocks of elements)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(source + row)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + tl.maximum(place, 0) * size + column, mask=(column < size) & (place >= 0), other=0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     fill = tl.full([BLOCK], FILL, tl.int32).to(value.dtype)
     tl.store(packed + row * size + column, tl.where(place >= 0, value, fill), mask=column < size)
 
@@ -194,15 +190,13 @@ def _pack_rows_kernel(packed, values, source, size, FILL: tl.constexpr, BLOCK: t
 @triton.jit(do_not_specialize=["width", "size"])
 def _unpack_rows_kernel(grid, values, cu_seqlens, width, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Copy a part of one row of the grid. The grid of programs is (B * W, blocks of elements)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b, row = tl.program_id(0) // width, tl.program_id(0) % width
     begin = tl.load(cu_seqlens + b)
     real = row < tl.load(cu_seqlens + b + 1) - begin
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + (begin + row) * size + column, mask=(column < size) & real, other=0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.store(grid + tl.program_id(0).to(tl.int64) * size + column, value, mask=column < size)
 
 
@@ -211,15 +205,13 @@ def _take_packed_rows_kernel(
     taken, values, cu_seqlens, first, count, latest, room, size, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """Copy a part of one row. The grid is (B * count, blocks of elements)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b, r = tl.program_id(0) // count, tl.program_id(0) % count
     row = tl.maximum(tl.minimum(tl.load(first + b), latest) + r, 0)
     place = tl.minimum(tl.load(cu_seqlens + b) + row, room - 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + place * size + column, mask=column < size)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.store(taken + tl.program_id(0).to(tl.int64) * size + column, value, mask=column < size)
 
 

@@ -38,6 +38,7 @@ from specgraph.kernels.attention.tiles import (
     sum_of_keys,
     visible_range,
 )
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -105,8 +106,7 @@ def prefill_attention_kernel(
 
     The grid is (row tiles, B * Hkv), and (row tiles of all sequences, Hkv) if rows are packed (``LANES`` > 0).
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     # The last rows see the most keys and take longest, so their programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
@@ -154,7 +154,6 @@ def prefill_attention_kernel(
         run_max, run_sum, run_acc = merge(run_max, run_sum, run_acc, piece_max, piece_sum, piece_acc, scale, True)
         row_max, row_sum, acc = merge(row_max, row_sum, acc, run_max, run_sum, run_acc, scale, True)
 
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     out_row = (batch * T + row) * (HEADS * GROUP) + q_head
     store_result(out, out_row, inside, row_max, row_sum, acc, sinks, q_head, scale, DV, DVP, SINKS, True)

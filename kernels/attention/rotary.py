@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -77,9 +77,8 @@ def _rotary_angles_kernel(
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):
     """One row per program."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.linear.strides import merged_dimensions
 from specgraph.kernels.pointwise.program import FUNCTIONS, evaluate, like
 
@@ -88,9 +88,8 @@ def source(program: str, inputs: Sequence[_Input]) -> str:
         f"def pointwise({', '.join([*outs, *parameters, 'total'])}, "
         "WIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):",
         f'"""{program}"""',
-        "if PDL:",
-        "    tl.extra.cuda.gdc_launch_dependents()",
-        "    tl.extra.cuda.gdc_wait()",
+        "gdc_launch_dependents(PDL)",
+        "gdc_wait(PDL)",
         "tile = tl.program_id(0)",
         "if WIDE:",
         "    tile = tile.to(tl.int64)",
@@ -132,7 +131,8 @@ def _compiled(program: str, inputs: tuple[_Input, ...]) -> Any:
     text = source(program, inputs)
     name = f"specgraph_pointwise_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    names: dict[str, Any] = {"__name__": __name__, "tl": tl, "_softplus": _softplus}
+    helpers = {"_softplus": _softplus, "gdc_wait": gdc_wait, "gdc_launch_dependents": gdc_launch_dependents}
+    names: dict[str, Any] = {"__name__": __name__, "tl": tl, **helpers}
     exec(compile(text, name, "exec"), names)
     return triton.jit(names["pointwise"])
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.launch import arrival_counters, gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 from specgraph.kernels.step.writes import writes
 
@@ -188,8 +188,7 @@ def _lookup_kernel(
     MIN_NGRAM: tl.constexpr, TILE: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):
     """One part of the search in one sequence; grid (parts, B). The last part to arrive writes the drafts."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     part, b = tl.program_id(0), tl.program_id(1)
     row = b.to(tl.int64)
     if rows is not None:
@@ -204,8 +203,7 @@ def _lookup_kernel(
         return
 
     score = _search(history, start, odd, end, part, parts, tiles, MAX_NGRAM, MIN_NGRAM, TILE)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     finish = parts == 1
     if parts > 1:
         own = scores + b * tl.num_programs(0)
@@ -227,8 +225,7 @@ def _record_kernel(
     history, rows, tokens, positions, num_rows, stride, inner, longest, width, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """``BLOCK`` tokens of one sequence; grid (B, blocks)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0)
     sequence = b.to(tl.int64)
     if rows is not None:
@@ -237,8 +234,7 @@ def _record_kernel(
     real = (row < width) & (row < tl.load(num_rows + b)) & (sequence >= 0)
     position = tl.load(positions + b * width + row, mask=real, other=-1)
     token = tl.load(tokens + b * width + row, mask=real, other=0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     real = real & (position >= 0) & (position < longest)
     tl.store(history + sequence * stride + position * inner, token, mask=real)
 
