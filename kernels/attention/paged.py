@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.attention.arguments import PagedAttention, RotaryAttention
 from specgraph.kernels.attention.decode import decode_attention_kernel, write_cache_kernel
 from specgraph.kernels.attention.prefill import prefill_attention_kernel
@@ -42,8 +43,6 @@ from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, is_hopper, 
 
 NUM_WARPS = 4
 """The number of warps is fixed: the sum of a block's weights crosses warps, and their number decides its order."""
-PROGRAMS = 264
-"""Tiles and contexts are distributed over about this many programs: two for each multiprocessor of a large GPU."""
 PREFILL_PAIRS = 64
 """(Row, head) pairs in a tile of the kernel for many rows: as many rows as one matrix instruction takes on the left."""
 LANES = 128
@@ -186,7 +185,7 @@ def num_tiles(pairs: int, tile: int, cu_seqlens: Tensor | None) -> int:
 def shares(tasks: int, capacity: int, tiling: Tiling) -> tuple[int, int, int]:
     """The pieces in the longest context that ``capacity`` holds, the programs that share it, and its work units."""
     pieces = triton.cdiv(capacity, tiling.piece)
-    split = max(1, min(pieces, tiling.split or PROGRAMS // tasks)) if tasks <= MAX_COUNTERS else 1
+    split = max(1, min(pieces, tiling.split or gpus.HOPPER.attention_programs // tasks)) if tasks <= MAX_COUNTERS else 1
     # If a context has more than `split` pieces, its units are runs.
     return pieces, split, max(split, triton.cdiv(pieces, tiling.run))
 
@@ -253,8 +252,8 @@ def block_rows(pairs: int, sequences: int, dtype: torch.dtype) -> int:
         sequences: the number of (sequence, key-value head) combinations.
         dtype: the dtype of q, k and v.
     """
-    fewest = 16
-    many = dtype.itemsize == 2 and pairs > fewest and triton.cdiv(pairs, fewest) * sequences > PROGRAMS
+    fewest, programs = 16, gpus.HOPPER.attention_programs
+    many = dtype.itemsize == 2 and pairs > fewest and triton.cdiv(pairs, fewest) * sequences > programs
     return 2 * fewest if many else fewest
 
 
@@ -271,7 +270,7 @@ def suits_prefill(pairs: int, sequences: int, value_dim: int, dtype: torch.dtype
     with another instruction, so bits may differ.
     """
     half_full = pairs > PREFILL_PAIRS // 2 if packed is None else pairs >= PREFILL_PAIRS * packed
-    many = half_full and triton.cdiv(pairs, 16) * sequences > PROGRAMS
+    many = half_full and triton.cdiv(pairs, 16) * sequences > gpus.HOPPER.attention_programs
     return many and dtype.itemsize == 2 and value_dim >= 64
 
 

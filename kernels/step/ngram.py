@@ -40,6 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.checks import check_batch, require
@@ -49,8 +50,6 @@ from specgraph.kernels.step.writes import writes
 
 TILE = 1024
 """Tokens that a program reads at a time: 8 for each of its 128 threads, in four loads of 16 bytes."""
-PROGRAMS = 1056
-"""All sequences together are shared out to about this many programs: eight run on each multiprocessor of an H200."""
 MOST_PARTS = 256
 """The most programs that share one sequence; the last of them loads all of their scores at once."""
 _MOST_PARTS = tl.constexpr(MOST_PARTS)
@@ -242,7 +241,7 @@ def _record_kernel(
 def _parts(batch: int, longest: int) -> int:
     """How many programs share a sequence; B counters serve them, which are few enough wherever there are parts."""
     tiles: int = triton.cdiv(longest, TILE)
-    return max(1, min(tiles, PROGRAMS // batch, MOST_PARTS))
+    return max(1, min(tiles, gpus.HOPPER.search_programs // batch, MOST_PARTS))
 
 
 def ngram_lookup_triton(given: NgramLookup) -> Tensor:
