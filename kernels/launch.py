@@ -3,7 +3,7 @@
 Programmatic dependent launch (Hopper and later) starts a kernel's programs while the preceding kernel still runs. A
 kernel that is launched with :func:`launch_options` must keep to three rules. Then it is correct after any kernel:
 
-1. ``tl.extra.cuda.gdc_wait()`` comes before the first read of anything that an earlier kernel may have written, and
+1. :func:`gdc_wait` comes before the first read of anything that an earlier kernel may have written, and
    before the first write of anything at all, since an earlier kernel may still be reading it. Any number of kernels may
    be unfinished before the wait. The wait ends when the preceding kernel has finished and its writes are visible. That
    kernel has waited too, so all earlier kernels have finished as well. After a kernel that was launched without this
@@ -11,13 +11,13 @@ kernel that is launched with :func:`launch_options` must keep to three rules. Th
 
    There are two exceptions. A weight that nothing in a CUDA graph writes may be read before the wait
    (``constant_weight`` of ``specgraph::linear``). And what was written before a kernel's predecessor may be read before
-   the wait if the predecessor calls ``gdc_launch_dependents`` only after its own wait. Such reads bypass the L1 cache,
-   which only a wait is known to refresh.
+   the wait if the predecessor calls :func:`gdc_launch_dependents` only after its own wait. Such reads bypass the L1
+   cache, which only a wait is known to refresh.
 2. Every program waits, on every path. A grid whose programs exit without waiting would finish before its predecessor.
-3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint. It may come anywhere unless the next kernel relies on the
+3. :func:`gdc_launch_dependents` is only a hint. It may come anywhere unless the next kernel relies on the
    second exception, since a kernel that starts early waits too.
 
-Both calls are behind a ``tl.constexpr`` switch, because Triton's interpreter has neither.
+Both take the kernel's ``tl.constexpr`` switch ``PDL``, because Triton's interpreter and other GPUs have neither.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 MAX_COUNTERS = 1 << 14
@@ -61,6 +62,20 @@ GLUON_RELEASE = "3.6"
 def runs_gluon(device: torch.device) -> bool:
     """Whether the Gluon kernels for Hopper run on ``device``. If not, the Triton form gives the same bits."""
     return is_hopper(device) and triton.__version__.startswith(f"{GLUON_RELEASE}.")
+
+
+@triton.jit
+def gdc_wait(PDL: tl.constexpr):
+    """Wait until the preceding kernel has finished and its writes are visible. Without ``PDL`` this is so already."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def gdc_launch_dependents(PDL: tl.constexpr):
+    """Let the programs of the next kernel start while this kernel still runs. Without ``PDL`` this does nothing."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:

@@ -10,18 +10,18 @@ from torch import Tensor
 from specgraph.kernels.checks import require
 
 PADDING_SLOT = -1
-"""The slot of a row that must not be written to the cache."""
+"""The slot of a token that must not be written to the cache."""
 
 
 @dataclass(slots=True)
 class Attention:
-    """Causal attention of ``T`` rows over themselves: ``[B, H, T, D]`` inputs, ``[B, T, Hq, Dv]`` out.
+    """Causal attention of ``T`` tokens over themselves: ``[B, H, T, D]`` inputs, ``[B, T, Hq, Dv]`` out.
 
     Attributes:
         q, k, v: ``[B, Hq, T, D]``, ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]``, with ``Hq`` a multiple of ``Hkv``.
         sinks: ``[Hq]`` or None, extra logits without a value.
         scale: factor on the scores.
-        window: how many positions back a row sees, its own included; None is all.
+        window: how many positions back a query sees, its own included; None is all.
         softcap: ``c`` in ``c * tanh(score / c)``, or None.
     """
 
@@ -37,17 +37,17 @@ class Attention:
 
 @dataclass(slots=True)
 class PagedAttention:
-    """Write the new rows into the cache, then attend over everything each row may see: ``[B, T, Hq, Dv]``.
+    """Write new keys and values into the cache, then attend to all that each query may see: ``[B, T, Hq, Dv]``.
 
     Attributes:
-        q, k, v: the new rows, ``[B, Hq, T, D]``, ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]``.
+        q, k, v: those of the new tokens, ``[B, Hq, T, D]``, ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]``.
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]`` and ``[..., Dv]``, written in place.
-        slots: int64 ``[B, T]``, ``block * block_size + offset`` of each row; ``PADDING_SLOT`` rows are not written and
-            their output is zero.
+        slots: int64 ``[B, T]``, ``block * block_size + offset`` of each token; with ``PADDING_SLOT`` a token is not
+            written and its output is zero.
         block_table: int64 ``[B, M]``, the blocks of each sequence in order, padded with -1.
-        positions: int64 ``[B, T]``, absolute positions of the rows.
+        positions: int64 ``[B, T]``, absolute positions of the tokens.
         sinks, scale, window, softcap: as in :class:`Attention`.
-        cu_seqlens: int64 ``[B + 2]``, if the rows of all sequences are packed
+        cu_seqlens: int64 ``[B + 2]``, if the call is of variable length, with all sequences packed
             (:mod:`specgraph.kernels.attention.packing`). Then ``[B, T]`` is ``[1, R]`` everywhere but in
             ``block_table``.
     """

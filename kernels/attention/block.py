@@ -1,8 +1,8 @@
-"""The definition of a block drafter's attention: rows that see a cached context, and each other in both directions.
+"""The definition of a block drafter's attention: queries that see a cached context, and each other both ways.
 
-A block drafter (DFlash) computes two things with the same layers. From rows of the *context*, which are tokens that the
-target has verified, it keeps keys and values. For a *block* of ``T`` rows at the positions ``P``, ``P + 1``, ...,
-``P + T - 1`` it computes, for each row ``t`` and the keys ``s`` that the row sees::
+A block drafter (DFlash) computes two things with the same layers. From the *context*, which are tokens that the
+target has verified, it keeps keys and values. For a *block* of ``T`` queries at the positions ``P``, ``P + 1``, ...,
+``P + T - 1`` it computes, for each query ``t`` and the keys ``s`` that it sees::
 
     out[t] = sum over s of softmax(scale * q[t] . k[s]) * v[s]
 
@@ -46,7 +46,7 @@ from specgraph.kernels.state import STATEFUL, Stateful
 
 
 class Sight(Protocol):
-    """What :class:`BlockAttention` says about the keys that rows of a block see."""
+    """What :class:`BlockAttention` says about the keys that queries of a block see."""
 
     @property
     def window(self) -> int | None:
@@ -54,17 +54,17 @@ class Sight(Protocol):
 
     @property
     def causal(self) -> bool:
-        """Whether rows see no later rows of the block."""
+        """Whether queries see no later keys of the block."""
 
     @property
     def anchored(self) -> bool:
-        """Whether the window is counted from the first row."""
+        """Whether the window of every query is that of the block's first one, and the whole block."""
 
 
 def sees(positions: Tensor, keys: Tensor, given: Sight) -> Tensor:
-    """Which keys the rows of a block see: bool ``[B, T, S]``.
+    """Which keys the queries of a block see: bool ``[B, T, S]``.
 
-    ``positions`` ``[B, T]`` are those of the rows, and ``keys`` ``[B, S]`` those of context and block. All keys in
+    ``positions`` ``[B, T]`` are those of the queries, and ``keys`` ``[B, S]`` those of context and block. All keys in
     front of the block are of the context, and all others of the block.
     """
     first = positions[:, :1, None]

@@ -12,7 +12,7 @@ from specgraph.kernels.checks import require
 
 @dataclass(slots=True)
 class KeepContext:
-    """Mark rows of keys ``[B, Hkv, T, D]`` and values ``[B, Hkv, T, Dv]`` as those that later blocks see."""
+    """Mark keys ``[B, Hkv, T, D]`` and values ``[B, Hkv, T, Dv]`` as those that later blocks see."""
 
     k: Tensor
     v: Tensor
@@ -20,12 +20,12 @@ class KeepContext:
 
 @dataclass(slots=True)
 class WriteContext:
-    """Write rows of keys ``[B, Hkv, T, D]`` and values ``[B, Hkv, T, Dv]`` to their cache slots.
+    """Write keys ``[B, Hkv, T, D]`` and values ``[B, Hkv, T, Dv]`` to their cache slots.
 
     Attributes:
-        k, v: the rows.
+        k, v: the keys and values of ``T`` tokens of each sequence.
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]`` and ``[..., Dv]``, written in place.
-        slots: int64 ``[B, T]``; rows with ``PADDING_SLOT`` are not written.
+        slots: int64 ``[B, T]``; tokens with ``PADDING_SLOT`` are not written.
         cos, sin: ``[B or 1, T, n]``, by which the first ``n`` values of keys are rotated first; None writes keys as
             they are.
     """
@@ -41,16 +41,16 @@ class WriteContext:
 
 @dataclass(slots=True)
 class BlockAttention:
-    """Attention of the ``T`` rows of a block over themselves: ``[B, H, T, D]`` inputs, ``[B, T, Hq, Dv]`` out.
+    """Attention of the ``T`` queries of a block over the block: ``[B, H, T, D]`` inputs, ``[B, T, Hq, Dv]`` out.
 
     Attributes:
         q, k, v: ``[B, Hq, T, D]``, ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]``, with ``Hq`` a multiple of ``Hkv``.
         sinks: ``[Hq]`` or None, extra logits without a value.
         scale: factor on the scores.
-        window: a sliding window ``w``; None is all. A row sees keys fewer than ``w`` positions away from its own.
-        causal: whether rows of the block see only rows of the block that are not after them.
-        anchored: whether the window is counted from the first row for all rows: they see the ``w`` positions in front
-            of the block, and the whole block.
+        window: a sliding window ``w``; None is all. A query sees keys fewer than ``w`` positions away from it.
+        causal: whether queries of the block see only keys of the block that are not after them.
+        anchored: whether the window is anchored at the block, and not at each query: all queries see the ``w``
+            positions in front of the block, and the whole block.
     """
 
     q: Tensor
@@ -66,10 +66,10 @@ class BlockAttention:
 
 @dataclass(slots=True)
 class PagedBlockAttention:
-    """:class:`BlockAttention` whose rows also see the cached positions in front of the block.
+    """:class:`BlockAttention` whose queries also see the cached positions in front of the block.
 
     Attributes:
-        q, k, v: the rows of the block. All of them are real.
+        q, k, v: those of the block, which has no padding.
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]`` and ``[..., Dv]``, with rotated keys.
         block_table: int64 ``[B, M]``, the blocks of each sequence in order, padded with -1.
         positions: int64 ``[B, T]``, absolute and consecutive. What lies at the first one or behind it is not read.

@@ -1,16 +1,18 @@
 """Packed rows: the real rows of all sequences, one behind the other, without the padding between them.
 
-A step has a grid of rows ``[B, W]``. Sequence ``b`` has ``num_rows[b]`` real rows at the beginning of its line, and the
-rest of the line is padding. Where the numbers of rows differ much, as among prompts, or where prompts run beside
-sequences that decode, most of the grid is padding. A module costs time for every row, so it runs the packed rows
-``[1, R]``. ``R`` is how many there is room for, and is known to the host; what no sequence needs lies at the end.
+This is the variable-length layout (varlen), ``cu_seqlens`` of FlashAttention (Dao 2023, arXiv 2307.08691). A row is
+what a step computes for one token. A step has a padded grid of rows ``[B, W]``. Sequence ``b`` has ``num_rows[b]`` real
+rows at the beginning of its line, and the rest of the line is padding. Where the numbers of rows differ much, as among
+prompts, or where prompts run beside sequences that decode, most of the grid is padding. A module costs time for every
+row, so it runs the packed rows ``[1, R]``. ``R`` is how many there is room for, and is known to the host; what no
+sequence needs lies at the end.
 
 ``cu_seqlens`` int64 ``[B + 2]`` says where each sequence begins: those of sequence ``b`` are the packed rows from
 ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. The last interval is the padding, so ``cu_seqlens[B + 1]`` is ``R``.
 ``source`` int64 ``[R]`` names the place of each packed row in the grid, ``b * W + t``, or -1 for padding.
 
 The ops move rows and compute integers. The programs of a kernel copy a part of one row each, so no row depends on
-others. This is the layout of variable-length attention (``cu_seqlens`` of FlashAttention, Dao 2023, arXiv 2307.08691).
+others.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 _BLOCK = 1024
@@ -158,20 +160,20 @@ def _packed_places_kernel(
     SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """Where up to ``BLOCK`` rows of one sequence lie, or of the padding. The grid is (B + 1, blocks of rows)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0)
+    # ---- cu_seqlens[b] = sum over sequences s < b of num_rows[s]; lanes are sequences: [SEQUENCES]
     lane = tl.arange(0, SEQUENCES)
     counts = tl.load(num_rows + lane, mask=lane < batch, other=0)
     counts = tl.minimum(tl.maximum(counts, 0), width)
     begin = tl.minimum(tl.sum(tl.where(lane < b, counts, 0), 0), room)
     end = tl.minimum(tl.sum(tl.where(lane <= b, counts, 0), 0), room)
     end = tl.where(b == batch, room, end)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     if tl.program_id(1) == 0:
         tl.store(cu_seqlens + b, begin)
         tl.store(cu_seqlens + b + 1, end, mask=b == batch)
+    # ---- source[cu_seqlens[b] + t] = b W + t for rows t of this sequence, and -1 for the padding: [BLOCK]
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tl.store(source + begin + row, tl.where(b == batch, -1, b * width + row), mask=row < end - begin)
 
@@ -179,14 +181,13 @@ def _packed_places_kernel(
 @triton.jit(do_not_specialize=["size"])
 def _pack_rows_kernel(packed, values, source, size, FILL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Copy a part of one packed row. The grid is (R, blocks of elements)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
+    # ---- packed[row] = values[source[row]], or FILL; columns are elements of the row: [BLOCK]
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(source + row)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + tl.maximum(place, 0) * size + column, mask=(column < size) & (place >= 0), other=0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     fill = tl.full([BLOCK], FILL, tl.int32).to(value.dtype)
     tl.store(packed + row * size + column, tl.where(place >= 0, value, fill), mask=column < size)
 
@@ -194,15 +195,14 @@ def _pack_rows_kernel(packed, values, source, size, FILL: tl.constexpr, BLOCK: t
 @triton.jit(do_not_specialize=["width", "size"])
 def _unpack_rows_kernel(grid, values, cu_seqlens, width, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Copy a part of one row of the grid. The grid of programs is (B * W, blocks of elements)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
+    # ---- grid[b, row] = values[cu_seqlens[b] + row], or 0; columns are elements of the row: [BLOCK]
     b, row = tl.program_id(0) // width, tl.program_id(0) % width
     begin = tl.load(cu_seqlens + b)
     real = row < tl.load(cu_seqlens + b + 1) - begin
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + (begin + row) * size + column, mask=(column < size) & real, other=0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.store(grid + tl.program_id(0).to(tl.int64) * size + column, value, mask=column < size)
 
 
@@ -211,15 +211,14 @@ def _take_packed_rows_kernel(
     taken, values, cu_seqlens, first, count, latest, room, size, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """Copy a part of one row. The grid is (B * count, blocks of elements)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
+    # ---- taken[b, r] = values[cu_seqlens[b] + min(first[b], latest) + r]; columns are elements: [BLOCK]
     b, r = tl.program_id(0) // count, tl.program_id(0) % count
     row = tl.maximum(tl.minimum(tl.load(first + b), latest) + r, 0)
     place = tl.minimum(tl.load(cu_seqlens + b) + row, room - 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + place * size + column, mask=column < size)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.store(taken + tl.program_id(0).to(tl.int64) * size + column, value, mask=column < size)
 
 

@@ -1,25 +1,28 @@
 """The Triton form of ``specgraph::paged_attention`` and ``specgraph::rotary_attention``: tilings and launches.
 
 It computes what :mod:`specgraph.kernels.attention.attention` defines, for float16, bfloat16 and float32: new keys and
-values ``[B, Hkv, T, D]`` are rotated if asked and written to their cache slots, and each row of ``q`` ``[B, Hq, T, D]``
-attends to the positions of its sequence that it sees. The result is ``[B, T, Hq, Dv]``. Scores and sums are float32.
+values ``[B, Hkv, T, D]`` are rotated if asked and written to their cache slots, and each query of ``q``
+``[B, Hq, T, D]`` attends to the positions of its sequence that it sees. The result is ``[B, T, Hq, Dv]``. Scores and
+sums are float32.
 
-A program takes a tile of (row, head) pairs that share a key-value head, so that it reads that head's keys once for all
-of them. While decoding, tiles are few, so the context is distributed over programs as well. It is cut at absolute
-positions into pieces of ``Tiling.piece`` positions, which are read in blocks of ``Tiling.block_keys`` keys;
-``Tiling.run`` pieces form a run. A short context has a program for every piece. In a long one a program takes whole
-runs, so that few partial results have to be merged (:mod:`specgraph.kernels.attention.work_units`).
+A program takes a tile of (query, head) pairs that share a key-value head, so that it reads that head's keys once for
+all of them. While decoding, tiles are few, so the context is distributed over programs as well. It is cut at absolute
+positions into *KV splits* of ``Tiling.kv_split`` positions, which are read in blocks of ``Tiling.block_keys`` keys;
+``Tiling.split_group`` KV splits form a *split group*. A short context has a program for every KV split. In a long one a
+program takes whole split groups, so that few partial results have to be merged
+(:mod:`specgraph.kernels.attention.work_units`).
 
-The order of the sums is fixed by absolute positions. Within a piece, blocks are added in order; the pieces of a run are
-merged in order, and then the runs. For a row that does not see a block, piece or run, merging it multiplies by one and
-adds zero. So the bits of a row depend on its own query, keys and values alone. They do not depend on the other rows,
-the batch, the width of the block table, the tile of rows, or whether one program merged in registers or several did
-through memory. Contraction of products and sums by the compiler is off.
+The order of the sums is fixed by absolute positions. Within a KV split, blocks are added in order; the KV splits of a
+group are merged in order, and then the groups. For a query that does not see a block, KV split or group, merging it
+multiplies by one and adds zero. So the bits of a query's result depend on the query and on its keys and values alone.
+They do not depend on the other queries, the batch, the width of the block table, the tile of queries, or whether one
+program merged in registers or several did through memory. Contraction of products and sums by the compiler is off.
 
-There are two kernels. Calls with few rows per sequence, such as those of a decoding step, go to
+There are two kernels. Calls with few queries per sequence, such as those of a decoding step, go to
 :mod:`specgraph.kernels.attention.decode`. Calls with many, such as a prompt's chunk, go to
 :mod:`specgraph.kernels.attention.prefill`, which gives the same bits (:mod:`specgraph.kernels.attention.tiles` says
-why).
+why). A call is padded, ``[B, T]``, or of variable length (``cu_seqlens``,
+:mod:`specgraph.kernels.attention.packing`).
 
 Sources: online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, Dao 2023, arXiv 2307.08691;
 merging of partial results, Flash-Decoding, Dao et al. 2023. What else was tried is in ``docs/experiments.md``.
@@ -35,6 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.attention.arguments import PagedAttention, RotaryAttention
 from specgraph.kernels.attention.decode import decode_attention_kernel, write_cache_kernel
 from specgraph.kernels.attention.prefill import prefill_attention_kernel
@@ -42,17 +46,15 @@ from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, is_hopper, 
 
 NUM_WARPS = 4
 """The number of warps is fixed: the sum of a block's weights crosses warps, and their number decides its order."""
-PROGRAMS = 264
-"""Tiles and contexts are distributed over about this many programs: two for each multiprocessor of a large GPU."""
 PREFILL_PAIRS = 64
-"""(Row, head) pairs in a tile of the kernel for many rows: as many rows as one matrix instruction takes on the left."""
+"""(Query, head) pairs in a tile of the kernel for many queries: as many as a matrix instruction takes on the left."""
 LANES = 128
-"""Kernels of packed rows look at so many sequences at a time to find that of a tile, or at all if there are more. It is
-the same for most calls, since each number is a kernel of its own."""
+"""With ``cu_seqlens``, kernels look at so many sequences at a time to find that of a tile, or at all if there are more.
+It is the same for most calls, since each number is a kernel of its own."""
 BLOCKS = (16, 32, 64, 128)
 """The numbers of keys that a block may have."""
-WRITTEN_ROWS = 16
-"""Up to this many new rows per sequence are written by the launch that attends.
+WRITTEN_TOKENS = 16
+"""The keys and values of up to this many new tokens per sequence are written by the launch that attends.
 
 Wider calls write in a launch before.
 """
@@ -62,38 +64,39 @@ Wider calls write in a launch before.
 class Tiling:
     """Sizes of the tiles. The first three decide the bits of the result. The others do not, and None chooses a default.
 
-    (Two exceptions on a GPU: in float32 ``block_rows`` and ``prefill`` decide bits as well, and so does ``prefill`` if
-    ``block_keys`` is not 64.)
+    (Two exceptions on a GPU: in float32 ``block_queries`` and ``prefill`` decide bits as well, and so does ``prefill``
+    if ``block_keys`` is not 64.)
 
     Attributes:
-        piece: positions whose keys are summed together, in blocks of ``block_keys``.
-        run: pieces that are merged with each other before they are merged with the rest.
+        kv_split: positions whose keys are summed together, in blocks of ``block_keys``.
+        split_group: KV splits that are merged with each other before they are merged with the rest.
         block_keys: keys of a block.
-        block_rows: (row, head) pairs in a tile of the kernel for few rows.
-        split: programs that share a context in the kernel for few rows.
-        write_first: whether a launch before attention writes the new rows. The kernel for many rows always needs that.
-        prefill: whether the kernel for many rows is used.
+        block_queries: (query, head) pairs in a tile of the kernel for few queries.
+        programs: programs that share a context in the kernel for few queries.
+        write_first: whether a launch before attention writes the new keys and values. The kernel for many queries
+            always needs that.
+        prefill: whether the kernel for many queries is used.
         num_stages: blocks of keys and values in shared memory.
 
     Raises:
-        ValueError: a piece is not a whole number of blocks, or the sum over keys is not written for blocks of that
+        ValueError: a KV split is not a whole number of blocks, or the sum over keys is not written for blocks of that
             size.
     """
 
-    piece: int = 256
-    run: int = 4
+    kv_split: int = 256
+    split_group: int = 4
     block_keys: int = 64
-    block_rows: int | None = None
-    split: int | None = None
+    block_queries: int | None = None
+    programs: int | None = None
     write_first: bool | None = None
     prefill: bool | None = None
     num_stages: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_keys not in BLOCKS or self.piece % self.block_keys:
+        if self.block_keys not in BLOCKS or self.kv_split % self.block_keys:
             raise ValueError(
-                f"Blocks have {', '.join(map(str, BLOCKS))} keys and pieces are whole blocks, "
-                f"not block_keys={self.block_keys} and piece={self.piece}."
+                f"Blocks have {', '.join(map(str, BLOCKS))} keys and KV splits are whole blocks, "
+                f"not block_keys={self.block_keys} and kv_split={self.kv_split}."
             )
 
 
@@ -110,14 +113,14 @@ def rotary_attention_triton(given: RotaryAttention, *, tiling: Tiling | None = N
 def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tensor] | None, tiling: Tiling) -> Tensor:
     q, k, v, sinks, caches = given.q, given.k, given.v, given.sinks, (given.k_cache, given.v_cache)
     scale, window, softcap = given.scale, given.window, given.softcap
-    batch, heads, rows, dim = q.shape
+    batch, heads, length, dim = q.shape
     groups, value_dim = k.shape[1], v.shape[3]
     if max(dim, value_dim) > 256:
         raise ValueError(f"paged_attention has kernels for head dims up to 256, not {dim} and {value_dim}.")
     if not scale > 0 or not (softcap is None or softcap > 0):
         raise ValueError(f"paged_attention takes a scale and a softcap above 0, not {scale} and {softcap}.")
-    if batch * rows == 0:
-        return q.new_empty(batch, rows, heads, value_dim)
+    if batch * length == 0:
+        return q.new_empty(batch, length, heads, value_dim)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     slots, block_table, positions = (x.contiguous() for x in (given.slots, given.block_table, given.positions))
     sizes = {**widths(k, v), "HEADS": groups}
@@ -128,67 +131,70 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
     caches_strides = [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
     strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *caches_strides]
 
-    packed, sequences = given.cu_seqlens, batch * groups
-    pairs, widest = rows * heads // groups, max(sizes["DP"], sizes["DVP"])
+    cu_seqlens, sequences = given.cu_seqlens, batch * groups
+    pairs, widest = length * heads // groups, max(sizes["DP"], sizes["DVP"])
     prefill = tiling.prefill
     if prefill is None:
-        count = None if packed is None else len(block_table)
+        count = None if cu_seqlens is None else len(block_table)
         prefill = is_hopper(q.device) and suits_prefill(pairs, sequences, sizes["DVP"], q.dtype, count)
-    write_first = prefill or packed is not None
+    write_first = prefill or cu_seqlens is not None
     if not write_first:
-        write_first = rows > WRITTEN_ROWS if tiling.write_first is None else tiling.write_first
+        write_first = length > WRITTEN_TOKENS if tiling.write_first is None else tiling.write_first
     if write_first:
-        grid = (triton.cdiv(rows, WRITTEN_ROWS), sequences)
+        grid = (triton.cdiv(length, WRITTEN_TOKENS), sequences)
         write_cache_kernel[grid](
-            k, v, cos, sin, *caches, slots, *strides, rows, ROWS=WRITTEN_ROWS, **sizes, **modes, **options
+            k, v, cos, sin, *caches, slots, *strides, length, TOKENS=WRITTEN_TOKENS, **sizes, **modes, **options
         )
 
     counters = arrival_counters(q.device)  # allocated even if not needed now, since a later call may be captured
     capacity = block_table.shape[1] * caches[0].shape[1]
-    out = q.new_empty(batch, rows, heads, value_dim)
+    out = q.new_empty(batch, length, heads, value_dim)
     constants = {
-        "GROUP": heads // groups, "BLOCK_SIZE": caches[0].shape[1], "PIECE": tiling.piece, "RUN": tiling.run,
-        "BLOCK_K": tiling.block_keys, "WINDOW": window or 0, "SOFTCAP": softcap is not None,
+        "GROUP": heads // groups, "BLOCK_SIZE": caches[0].shape[1], "KV_SPLIT": tiling.kv_split,
+        "SPLIT_GROUP": tiling.split_group, "BLOCK_N": tiling.block_keys, "WINDOW": window or 0,
+        "SOFTCAP": softcap is not None,
         "SINKS": sinks is not None, "STAGES": tiling.num_stages or num_stages(tiling.block_keys, sizes, q.dtype),
-        "OFFSET": offset_type(*caches), "LANES": 0 if packed is None else max(LANES, _power_of_two(len(packed) - 1)),
+        "OFFSET": offset_type(*caches),
+        "LANES": 0 if cu_seqlens is None else max(LANES, _power_of_two(len(cu_seqlens) - 1)),
     }
-    tables = (slots, block_table, positions, packed, sinks, out)
+    tables = (slots, block_table, positions, cu_seqlens, sinks, out)
     factors = score_factors(scale, softcap)
     if prefill:
-        prefill_attention_kernel[(num_tiles(pairs, PREFILL_PAIRS, packed), sequences)](
+        prefill_attention_kernel[(num_tiles(pairs, PREFILL_PAIRS, cu_seqlens), sequences)](
             q, cos, sin, *caches, *tables, len(block_table), *q.stride()[:3], *angle_strides, *caches_strides,
-            block_table.stride(0), rows, capacity, *factors,
-            BLOCK_R=PREFILL_PAIRS, **constants, **sizes, **modes, **{**options, "num_warps": 4 if widest <= 128 else 8},
+            block_table.stride(0), length, capacity, *factors,
+            BLOCK_M=PREFILL_PAIRS, **constants, **sizes, **modes, **{**options, "num_warps": 4 if widest <= 128 else 8},
         )
         return out
 
-    tile_rows = tiling.block_rows or block_rows(pairs, sequences, q.dtype)
-    tiles = num_tiles(pairs, tile_rows, packed)
-    pieces, split, work_units = shares(tiles * sequences, capacity, tiling)
+    block_m = tiling.block_queries or block_queries(pairs, sequences, q.dtype)
+    tiles = num_tiles(pairs, block_m, cu_seqlens)
+    splits, programs, work_units = shares(tiles * sequences, capacity, tiling)
     partials = None
-    if split > 1:
-        size = tiles * sequences * work_units * (sizes["DVP"] + 2) * tile_rows
+    if programs > 1:
+        size = tiles * sequences * work_units * (sizes["DVP"] + 2) * block_m
         partials = torch.empty(size, dtype=torch.float32, device=q.device)
-    decode_attention_kernel[(tiles, sequences, split)](
+    decode_attention_kernel[(tiles, sequences, programs)](
         q, k, v, cos, sin, *caches, *tables, partials, counters, len(block_table), *q.stride()[:3], *strides,
-        block_table.stride(0), rows, pieces, work_units, *factors,
-        BLOCK_R=tile_rows, WRITE=0 if write_first else _power_of_two(max(rows, WRITTEN_ROWS)), SPLIT=split > 1,
-        PAGES=pages_of(tiling.piece, caches[0].shape[1]), **constants, **sizes, **modes, **options,
+        block_table.stride(0), length, splits, work_units, *factors,
+        BLOCK_M=block_m, WRITE=0 if write_first else _power_of_two(max(length, WRITTEN_TOKENS)), SHARED=programs > 1,
+        PAGES=pages_of(tiling.kv_split, caches[0].shape[1]), **constants, **sizes, **modes, **options,
     )
     return out
 
 
 def num_tiles(pairs: int, tile: int, cu_seqlens: Tensor | None) -> int:
-    """The most tiles that (row, head) pairs can take; each sequence of packed rows, and the padding, begins a tile."""
+    """The most tiles of (query, head) pairs; with ``cu_seqlens``, each sequence and the padding begin a tile."""
     return triton.cdiv(pairs, tile) if cu_seqlens is None else pairs // tile + len(cu_seqlens) - 1
 
 
 def shares(tasks: int, capacity: int, tiling: Tiling) -> tuple[int, int, int]:
-    """The pieces in the longest context that ``capacity`` holds, the programs that share it, and its work units."""
-    pieces = triton.cdiv(capacity, tiling.piece)
-    split = max(1, min(pieces, tiling.split or PROGRAMS // tasks)) if tasks <= MAX_COUNTERS else 1
-    # If a context has more than `split` pieces, its units are runs.
-    return pieces, split, max(split, triton.cdiv(pieces, tiling.run))
+    """The KV splits in the longest context that ``capacity`` holds, the programs that share it, and its work units."""
+    splits = triton.cdiv(capacity, tiling.kv_split)
+    programs = tiling.programs or gpus.HOPPER.attention_programs // tasks
+    programs = max(1, min(splits, programs)) if tasks <= MAX_COUNTERS else 1
+    # If a context has more KV splits than programs, its work units are split groups.
+    return splits, programs, max(programs, triton.cdiv(splits, tiling.split_group))
 
 
 def widths(k: Tensor, v: Tensor) -> dict[str, int]:
@@ -216,7 +222,7 @@ def _extent(x: Tensor) -> int:
 
 
 def angles_of(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
-    """``cos`` and ``sin`` ``[B or 1, T, n]`` and their strides per sequence and per row."""
+    """``cos`` and ``sin`` ``[B or 1, T, n]`` and their strides per sequence and per token."""
     if angles is None:
         return None, None, 0, 0
     cos, sin = angles
@@ -241,43 +247,43 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     return (scale * log2e, 0.0) if softcap is None else (softcap * log2e, 2 * log2e * scale / softcap)
 
 
-def block_rows(pairs: int, sequences: int, dtype: torch.dtype) -> int:
-    """The number of (row, head) pairs in a tile.
+def block_queries(pairs: int, sequences: int, dtype: torch.dtype) -> int:
+    """The number of (query, head) pairs in a tile.
 
     Tiles have 16 pairs as long as all programs run at once, since a program with a small tile finishes sooner. With
     more programs than that, tiles have 32 pairs, since every tile reads all keys. float32 does not use tensor cores
     here, and the layout that orders its sum over keys depends on the tile, so it always has tiles of 16.
 
     Args:
-        pairs: (row, head) pairs of each key-value head of a sequence.
+        pairs: (query, head) pairs of each key-value head of a sequence.
         sequences: the number of (sequence, key-value head) combinations.
         dtype: the dtype of q, k and v.
     """
-    fewest = 16
-    many = dtype.itemsize == 2 and pairs > fewest and triton.cdiv(pairs, fewest) * sequences > PROGRAMS
+    fewest, programs = 16, gpus.HOPPER.attention_programs
+    many = dtype.itemsize == 2 and pairs > fewest and triton.cdiv(pairs, fewest) * sequences > programs
     return 2 * fewest if many else fewest
 
 
-def suits_prefill(pairs: int, sequences: int, value_dim: int, dtype: torch.dtype, packed: int | None = None) -> bool:
-    """Whether the kernel for many rows is faster and gives the same bits on Hopper.
+def suits_prefill(pairs: int, sequences: int, value_dim: int, dtype: torch.dtype, varlen: int | None = None) -> bool:
+    """Whether the kernel for many queries is faster and gives the same bits on Hopper.
 
-    The arguments are those of :func:`block_rows`, the width of the values, and of packed rows the number of sequences
-    that they belong to.
+    The arguments are those of :func:`block_queries`, the width of the values, and for a call with ``cu_seqlens`` the
+    number of its sequences.
 
     It is faster if tiles of 16 pairs would be more than a GPU runs at once, and if its own tiles are more than half
-    full; of packed rows, if sequences fill a tile on average. (With the heads of Llama-3-8B and contexts of 64 to 1,400
-    tokens, 64 rows that decode beside 192 of a prompt take 123 us, and 96 in the kernel for few rows. Beside four
-    prompts of 240 rows they take 159 and 137.) If values have fewer than 64 columns, the kernel for few rows multiplies
-    with another instruction, so bits may differ.
+    full; with ``cu_seqlens``, if sequences fill a tile on average. (With the heads of Llama-3-8B and contexts of 64 to
+    1,400 tokens, 64 queries that decode beside 192 of a prompt take 123 us, and 96 in the kernel for few queries.
+    Beside four prompts of 240 tokens they take 159 and 137.) If values have fewer than 64 columns, the kernel for few
+    queries multiplies with another instruction, so bits may differ.
     """
-    half_full = pairs > PREFILL_PAIRS // 2 if packed is None else pairs >= PREFILL_PAIRS * packed
-    many = half_full and triton.cdiv(pairs, 16) * sequences > PROGRAMS
+    half_full = pairs > PREFILL_PAIRS // 2 if varlen is None else pairs >= PREFILL_PAIRS * varlen
+    many = half_full and triton.cdiv(pairs, 16) * sequences > gpus.HOPPER.attention_programs
     return many and dtype.itemsize == 2 and value_dim >= 64
 
 
-def pages_of(piece: int, block_size: int) -> int:
-    """A number of pages, a power of two, that holds a piece wherever it begins."""
-    return _power_of_two(piece // block_size if piece % block_size == 0 else piece // block_size + 2)
+def pages_of(kv_split: int, block_size: int) -> int:
+    """A number of pages, a power of two, that holds a KV split wherever it begins."""
+    return _power_of_two(kv_split // block_size if kv_split % block_size == 0 else kv_split // block_size + 2)
 
 
 def num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:

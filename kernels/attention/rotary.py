@@ -4,8 +4,8 @@ For int64 positions ``[B, T]`` and inverse frequencies ``[F]`` it computes ``cos
 the same with ``sin``, ``[B, T, 2 * F]`` or ``[B, T, F]``, in float32 (or float64), rounded once to the dtype that is
 asked for. Models compute this with seven to nine operations; here it is one launch.
 
-A program computes one row. Rows are short (a head's width), and there are as many programs as rows. An entry is a
-function of its row's position and one frequency, so it does not depend on other rows.
+A program computes the angles of one token. They are few (a head's width), and there are as many programs as tokens. An
+entry is a function of its token's position and one frequency, so it does not depend on other tokens.
 
 Angles reach the length of the longest context, 131,072 and more. The kernel therefore uses libdevice's cosine and sine,
 which reduce their argument accurately; the hardware's approximate instructions do not.
@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -76,29 +76,31 @@ def _rotary_angles_kernel(
     out_cos, out_sin, positions, inv_freq, SCALING: tl.constexpr, MAX: tl.constexpr, FREQUENCIES: tl.constexpr,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One row per program."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0)
+    """One token per program: ``cos`` and ``sin`` ``[WIDTH]``. Of ``FREQUENCIES`` each has one column, or two."""
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
+    token = tl.program_id(0)
+    # Columns of a line of the results: [BLOCK], a power of two that is at least WIDTH.
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    position = tl.load(positions + row)
+    position = tl.load(positions + token)
     if MAX is not None:
         position = tl.minimum(tl.maximum(position, 0), MAX)
+    # ---- angle_i = position * inv_freq[frequency of column i]: [BLOCK]
     frequency = column // 2 if PAIRS else column % FREQUENCIES
     angle = position.to(EXACT) * tl.load(inv_freq + frequency, mask=inside, other=0.0).to(EXACT)
     if INTERPRETED:
         cos, sin = tl.cos(angle), tl.sin(angle)
     else:
         cos, sin = libdevice.cos(angle), libdevice.sin(angle)
-    offset = row.to(tl.int64) * WIDTH + column
+    # ---- out = scaling * (cos angle, sin angle), rounded once
+    offset = token.to(tl.int64) * WIDTH + column
     tl.store(out_cos + offset, (cos * SCALING).to(out_cos.dtype.element_ty), mask=inside)
     tl.store(out_sin + offset, (sin * SCALING).to(out_sin.dtype.element_ty), mask=inside)
 
 
 def rotary_angles_triton(given: RotaryAngles) -> tuple[Tensor, Tensor]:
-    """:class:`RotaryAngles` in one kernel, one program per row."""
+    """:class:`RotaryAngles` in one kernel, one program per token."""
     cos, sin = _rotary_angles_fake(given)
     if cos.numel() == 0:
         return cos, sin

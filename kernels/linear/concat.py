@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 _BLOCK = 1024
@@ -43,9 +43,8 @@ def concat_reference(given: Concat) -> Tensor:
 @triton.jit
 def _concat_kernel(out, parts, WIDTHS: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """``BLOCK`` values of one part of one row. The grid is (rows, pieces of the widest part, parts)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin: tl.constexpr = 0

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 
@@ -96,8 +96,7 @@ _GROUP_BLOCK = 512
 @triton.jit(do_not_specialize=["num_rows"])
 def _group_kernel(order, counts, expert_ids, num_rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """List the rows of one expert and count them. The grid is (experts)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     expert = tl.program_id(0)
     count = 0
     first = 0
@@ -108,8 +107,7 @@ def _group_kernel(order, counts, expert_ids, num_rows, BLOCK: tl.constexpr, PDL:
         tl.store(order + expert.to(tl.int64) * num_rows + index, row, mask=belongs)
         count += tl.sum(belongs.to(tl.int32), axis=0)
         first += BLOCK
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.store(counts + expert, count)
 
 
@@ -120,8 +118,7 @@ def _expert_linear_kernel(
     PDL: tl.constexpr,
 ):
     """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     expert = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
@@ -149,8 +146,7 @@ def _expert_linear_kernel(
         address = out + row[None, :] * OUTER + o[:, None]
         tl.store(address, total.to(out.dtype.element_ty), mask=real[None, :] & (o < OUTER)[:, None])
         first += BLOCK_N
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 def expert_linear_triton(given: ExpertLinear) -> Tensor:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.linear.norm import RmsNorm, rms_norm_reference, rms_norm_row
 from specgraph.kernels.linear.strides import Rows, aligned
 from specgraph.kernels.ops import Op, declare, triton_or_reference
@@ -67,9 +67,8 @@ def _gated_rms_norm_kernel(
     EXACT: tl.constexpr, PDL: tl.constexpr,
 ):
     """One row per program."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < WIDTH
     x += (row // group * outer + row % group * inner) * ALIGNMENT

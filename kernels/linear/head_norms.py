@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.linear.norm import RmsNorm, rms_norm_reference, rms_norm_row
 from specgraph.kernels.linear.strides import ALIGNED, aligned
 from specgraph.kernels.ops import Op, declare, triton_or_reference
@@ -60,9 +60,8 @@ def _rms_norms_kernel(
     PDL: tl.constexpr,
 ):
     """One head of one row per program. The grid is (rows, heads of all inputs)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)

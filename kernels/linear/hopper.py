@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.launch import arrival_counters, launch_options
 from specgraph.kernels.linear.hopper_kernel import TILE_O, linear_hopper_kernel
 from specgraph.kernels.linear.product import Product, norm_groups, num_pieces, pieces_of
@@ -40,9 +41,6 @@ class Ring(NamedTuple):
     stages: int
 
 
-_SHARED_BYTES = 224 * 1024
-"""The shared memory of a multiprocessor, less what the barriers of its programs take."""
-_MULTIPROCESSORS = 132
 MOST_ROWS = 256
 """Of more rows than that, larger tiles are always better."""
 
@@ -58,14 +56,14 @@ def ring(rows: int, out_features: int, pieces: int, gated: bool) -> Ring | None:
     multiprocessors would have no work.
     """
     tiles_o = triton.cdiv(out_features, TILE_O)
-    if rows > MOST_ROWS or (rows > 64 and (gated or 2 * tiles_o > _MULTIPROCESSORS)):
+    if rows > MOST_ROWS or (rows > 64 and (gated or 2 * tiles_o > gpus.HOPPER.multiprocessors)):
         return None
     split = rows <= 64 and pieces > 1
     block_n = max(8, triton.next_power_of_2(rows) // (1 if rows <= 64 else 2))
     if gated:
         return Ring(block_n, split, 4)
     programs = tiles_o * triton.cdiv(rows, block_n) * (pieces if split else 1)
-    shared_bytes = _SHARED_BYTES if programs <= _MULTIPROCESSORS else _SHARED_BYTES // 2
+    shared_bytes = gpus.HOPPER.shared_bytes // (1 if programs <= gpus.HOPPER.multiprocessors else 2)
     return Ring(block_n, split, min(10, shared_bytes // ((TILE_O + block_n) * BLOCK_K * 2)))
 
 

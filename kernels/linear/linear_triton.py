@@ -22,6 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
+
 NORM_GROUP = 64
 """The entries of a norm group, whose squares are summed together. Every tile of a product holds whole groups."""
 
@@ -306,8 +308,7 @@ def linear_kernel(
     if PREFETCH:
         begin = tl.program_id(1) * BLOCKS * BLOCK_K
         _prefetch_rows(weight_rows + begin, BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     if EARLY:
         sum_sq, residual, norm_weight = _load_epilogue_operands(
             sum_sq_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
@@ -321,8 +322,7 @@ def linear_kernel(
         # As one flat loop, the pipeline of loads does not run empty between pieces. Larger tiles are slower that way.
         for piece in tl.range(PIECES, flatten=BLOCK_O == 64):
             total += _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     finish = True
     if SPLIT:
         # The scratch memory holds products [PIECES, rows, tiles_o * BLOCK_O].
@@ -361,11 +361,9 @@ def norm_scale_kernel(
     """Compute the scale of every row once for all tiles of a wide product. The grid is (blocks of rows)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < rows
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     sum_sq = _load_sum_sq(sum_sq_ptr, n, real, features, GROUPS)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.store(scale_ptr + n, _norm_scale(sum_sq, features, norm_eps), mask=real)
 
 
@@ -387,9 +385,8 @@ def norm_parts_kernel(
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < rows
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     norm_weight = _load_norm_weight(norm_weight_ptr, o, features, norm_offset)
     mask = (o < features)[:, None] & real[None, :]
     y = tl.load(x_ptr + n.to(tl.int64)[None, :] * x_stride + o[:, None], mask=mask, other=0.0)

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.linear.strides import Rows, aligned
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 
@@ -178,9 +178,8 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):
     """One row per program."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     x += _row_start(row, group, outer, inner, ALIGNMENT)
@@ -195,9 +194,8 @@ def _rms_norm_pair_kernel(
     ALIGNMENT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):
     """The norm of one row of ``x`` or of ``y``. The grid is (rows, 2)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     out += (2 * row.to(tl.int64) + tl.program_id(1)) * WIDTH + column
@@ -220,8 +218,7 @@ def _layer_norm_kernel(
     ALIGNMENT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):
     """One row per program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -232,8 +229,7 @@ def _layer_norm_kernel(
         normed = normed * tl.load(weight + column, mask=inside, other=0.0).to(EXACT)
     if bias is not None:
         normed = normed + tl.load(bias + column, mask=inside, other=0.0).to(EXACT)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.store(out + row.to(tl.int64) * WIDTH + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -243,14 +239,12 @@ def _row_mean_kernel(
     PDL: tl.constexpr,
 ):
     """One row per program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     start = _row_start(row, group, outer, inner, ALIGNMENT)
     values = tl.load(x + start + column, mask=column < WIDTH, other=0.0).to(EXACT)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.store(out + row, (tl.sum(values, axis=0) / WIDTH).to(out.dtype.element_ty))
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
 from specgraph.kernels.linear.linear_triton import NORM_GROUP, linear_kernel, norm_parts_kernel, norm_scale_kernel
 
@@ -34,6 +35,9 @@ class Tiles(NamedTuple):
 _PIECE_ALIGNMENT = 128
 """Pieces begin at multiples of this number of entries, whatever ``block_k`` is; ``block_k`` divides it."""
 
+_SPLIT_K_TILES = 80
+"""A weight with fewer tiles of 64 rows is cut into pieces. This decides bits, so it is the same on every GPU."""
+
 
 def num_pieces(out_features: int, in_features: int) -> int:
     """The number of pieces into which the summed dimension of a weight ``[out_features, in_features]`` is cut.
@@ -43,7 +47,7 @@ def num_pieces(out_features: int, in_features: int) -> int:
     weights that are being loaded.
     """
     row_tiles, pieces = triton.cdiv(out_features, 64), 1
-    while row_tiles * pieces < 80 and pieces < 8 and in_features >= 16 * pieces * _PIECE_ALIGNMENT:
+    while row_tiles * pieces < _SPLIT_K_TILES and pieces < 8 and in_features >= 16 * pieces * _PIECE_ALIGNMENT:
         pieces *= 2
     return pieces
 
@@ -70,15 +74,15 @@ def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> 
 
 def _wide_tiles(rows: int, out_features: int, in_features: int, pieces: int) -> Tiles:
     """The largest tiles of which there are about as many as there are multiprocessors."""
-    large = triton.cdiv(out_features, 128) * triton.cdiv(rows, 128)
+    large, busy = triton.cdiv(out_features, 128) * triton.cdiv(rows, 128), gpus.HOPPER.product_tiles
     # For each output, partial sums move 8 bytes per row and piece, and the weight moves 2 bytes per input.
-    if large < 96 and large * pieces >= 96 and 16 * rows * pieces < in_features:
+    if large < busy and large * pieces >= busy and 16 * rows * pieces < in_features:
         return Tiles(128, 128, 64, pieces, False, 8, 5)
     if large >= 1024:
         return Tiles(128, 256, 64, pieces, True, 8, 3)
-    if large >= 96:
+    if large >= busy:
         return Tiles(128, 128, 64, pieces, True, 8, 5)
-    if triton.cdiv(out_features, 128) * triton.cdiv(rows, 64) >= 96:
+    if triton.cdiv(out_features, 128) * triton.cdiv(rows, 64) >= busy:
         return Tiles(128, 64, 64, pieces, True, 8, 6)
     return Tiles(64, 64, 64, pieces, True, 4, 6)
 

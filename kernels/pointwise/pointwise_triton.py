@@ -24,15 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels import gpus
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.linear.strides import merged_dimensions
 from specgraph.kernels.pointwise.program import FUNCTIONS, evaluate, like
 
 COMPUTED = {torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 """The dtypes that the kernel computes, and their names in it."""
 _SMALL, _LARGE = 256, 1024
-_ENOUGH = 256
-"""With so many tiles of the larger size a GPU is busy. Fewer elements are cut into smaller tiles."""
 
 
 @triton.jit
@@ -88,9 +87,8 @@ def source(program: str, inputs: Sequence[_Input]) -> str:
         f"def pointwise({', '.join([*outs, *parameters, 'total'])}, "
         "WIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):",
         f'"""{program}"""',
-        "if PDL:",
-        "    tl.extra.cuda.gdc_launch_dependents()",
-        "    tl.extra.cuda.gdc_wait()",
+        "gdc_launch_dependents(PDL)",
+        "gdc_wait(PDL)",
         "tile = tl.program_id(0)",
         "if WIDE:",
         "    tile = tile.to(tl.int64)",
@@ -132,7 +130,8 @@ def _compiled(program: str, inputs: tuple[_Input, ...]) -> Any:
     text = source(program, inputs)
     name = f"specgraph_pointwise_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    names: dict[str, Any] = {"__name__": __name__, "tl": tl, "_softplus": _softplus}
+    helpers = {"_softplus": _softplus, "gdc_wait": gdc_wait, "gdc_launch_dependents": gdc_launch_dependents}
+    names: dict[str, Any] = {"__name__": __name__, "tl": tl, **helpers}
     exec(compile(text, name, "exec"), names)
     return triton.jit(names["pointwise"])
 
@@ -146,7 +145,8 @@ def pointwise_kernel(outs: list[Tensor], inputs: list[Tensor], program: str) -> 
     for x, place in zip(inputs, places, strict=True):
         arguments += [x, *(stride for _, stride in place), *(size for size, _ in place[1:])]
     farthest = max(sum((size - 1) * stride for size, stride in place) for place in places)
-    block, warps = (_LARGE, 8) if total >= _ENOUGH * _LARGE else (_SMALL, 2)
+    # Too few elements to give all multiprocessors a large tile are cut into small ones.
+    block, warps = (_LARGE, 8) if total >= gpus.HOPPER.pointwise_tiles * _LARGE else (_SMALL, 2)
     pdl = supports_pdl(outs[0].device)
     kernel[triton.cdiv(total, block),](
         *arguments, total, WIDE=max(total + block, farthest) >= 1 << 31, BLOCK=block, PDL=pdl, num_warps=warps,

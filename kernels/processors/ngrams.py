@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
 from specgraph.kernels.processors.context import (
@@ -45,8 +46,6 @@ MOST = 256
 """The largest ``n``."""
 TILE = 512
 """Positions of a program at a time."""
-PROGRAMS = 1056
-"""All rows together are shared out to about this many programs: eight for each multiprocessor of an H200."""
 
 
 @dataclass(slots=True)
@@ -131,7 +130,7 @@ def ban_ngrams_triton(given: BanNgrams) -> Tensor:
     if out.numel() == 0:
         return out
     history, *context = contiguous(given, *CONTEXT, "no_repeat_ngram_size")
-    parts = min(triton.cdiv(history.shape[1] + width, TILE), max(1, PROGRAMS // (batch * count)))
+    parts = min(triton.cdiv(history.shape[1] + width, TILE), max(1, gpus.HOPPER.search_programs // (batch * count)))
     _ban_kernel[(parts, count, batch)](
         out, history, *context, history.stride(0), history.shape[1], count, width, vocab, TILE=TILE, num_warps=4
     )

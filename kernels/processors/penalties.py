@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
 from specgraph.kernels.processors.context import (
@@ -54,8 +55,6 @@ from specgraph.kernels.processors.context import (
 
 TILE = 2048
 """Logits, or tokens of the sequence, that a program reads at a time."""
-PROGRAMS = 528
-"""The programs that count tokens, for all sequences together: four for each multiprocessor of an H200."""
 IN_PROMPT = 1 << 30
 """The bit of a table entry that says that the prompt has the token."""
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
@@ -207,7 +206,7 @@ def penalise_triton(given: Penalise) -> Tensor:
         return out
     table = torch.zeros(batch, vocab, dtype=torch.int32, device=logits.device)
     history, *shared = contiguous(given, *CONTEXT, "prompt_length")
-    parts = min(triton.cdiv(history.shape[1] + width, TILE), max(1, PROGRAMS // batch))
+    parts = min(triton.cdiv(history.shape[1] + width, TILE), max(1, gpus.HOPPER.count_programs // batch))
     _count_kernel[(parts, batch)](
         table, history, *shared, history.stride(0), history.shape[1], count, width, vocab,
         TILE=TILE, num_warps=4,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, CachedConv
 from specgraph.kernels.recurrent.last_rows import by_row, common_stride, most_in_place, near_span, store_last_rows
 
@@ -26,9 +26,8 @@ def _cached_conv_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """The grid is (B, blocks of rows, blocks of channels)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     row, begin, _, count, _ = near_span(span, b)
     x, inputs, out = x + b * outer * UNIT, inputs + row * (SLOTS * CHANNELS), out + b * rows * CHANNELS

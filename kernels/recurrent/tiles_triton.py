@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from specgraph.kernels.attention.tiles import loop_bound
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
 
 PRECISION = tl.constexpr("tf32x3")
 """How float32 is multiplied: in three parts of TF32, which is as exact as float32."""
@@ -29,10 +30,9 @@ def wait_for_others(STEP: tl.constexpr, PDL: tl.constexpr):
     It starts behind the wait, for what it reads ahead of its own. In a prompt it does not: a few programs that run for
     long are then slower, probably because they crowd on the multiprocessors that are done first, and stay there.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if STEP:
-            tl.extra.cuda.gdc_launch_dependents()
+    gdc_wait(PDL)
+    if STEP:
+        gdc_launch_dependents(PDL)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 
@@ -59,9 +59,8 @@ def _block_rows_kernel(
     MASK: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """The rows of one sequence. The grid is (B,)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     b = tl.program_id(0)
     row = tl.arange(0, BLOCK)
     emitted_rows = tl.load(num_emitted + b)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import cut_tokens, is_small
 from specgraph.kernels.step.rows import positions_of
@@ -122,8 +122,7 @@ def _finalize_kernel(
     NUM_EOS: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, PDL: tl.constexpr,
 ):
     """One sequence per program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0)
     row = tl.arange(0, BLOCK)
     inside = row < width
@@ -132,8 +131,7 @@ def _finalize_kernel(
     count = tl.sum((token >= 0).to(tl.int64), axis=0)
     begin = tl.load(start + b)
     known = tl.minimum(tl.maximum(token, 0), vocab - 1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.store(emitted + b * width + row, token, mask=inside)
     tl.store(num_emitted + b, count)
     if SHIFTED:

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.writes import writes
 
@@ -154,12 +154,10 @@ def _gather_kernel(
     gathered, buffers, rows, FILLS: tl.constexpr, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
 ):
     """Every buffer's row of one sequence."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + b)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     for index in tl.static_range(len(WIDTHS)):
         for first in range(0, WIDTHS[index], BLOCKS[index]):
             column = first + tl.arange(0, BLOCKS[index])
@@ -171,12 +169,10 @@ def _gather_kernel(
 @triton.jit
 def _scatter_kernel(buffers, values, rows, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """Every value's row of one sequence."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + b)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     for index in tl.static_range(len(WIDTHS)):
         for first in range(0, WIDTHS[index], BLOCKS[index]):
             column = first + tl.arange(0, BLOCKS[index])
@@ -190,8 +186,7 @@ def _store_drafted_kernel(
     draft_logits, drafted, rows, num_emitted, count, width, outer, inner, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """A block of one draft's log-weights; grid (b * R, blocks)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     line = tl.program_id(0).to(tl.int64)
     b = line // count
     row = b
@@ -200,8 +195,7 @@ def _store_drafted_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = (column < width) & (row >= 0) & (tl.load(num_emitted + b) > 0)
     value = tl.load(drafted + line * width + column, mask=real)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     place = draft_logits + row * outer + (line % count) * inner
     tl.store(place + column, value.to(draft_logits.dtype.element_ty), mask=real)
 

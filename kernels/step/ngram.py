@@ -40,17 +40,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.launch import arrival_counters, gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 from specgraph.kernels.step.writes import writes
 
 TILE = 1024
 """Tokens that a program reads at a time: 8 for each of its 128 threads, in four loads of 16 bytes."""
-PROGRAMS = 1056
-"""All sequences together are shared out to about this many programs: eight run on each multiprocessor of an H200."""
 MOST_PARTS = 256
 """The most programs that share one sequence; the last of them loads all of their scores at once."""
 _MOST_PARTS = tl.constexpr(MOST_PARTS)
@@ -188,8 +187,7 @@ def _lookup_kernel(
     MIN_NGRAM: tl.constexpr, TILE: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):
     """One part of the search in one sequence; grid (parts, B). The last part to arrive writes the drafts."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     part, b = tl.program_id(0), tl.program_id(1)
     row = b.to(tl.int64)
     if rows is not None:
@@ -204,8 +202,7 @@ def _lookup_kernel(
         return
 
     score = _search(history, start, odd, end, part, parts, tiles, MAX_NGRAM, MIN_NGRAM, TILE)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     finish = parts == 1
     if parts > 1:
         own = scores + b * tl.num_programs(0)
@@ -227,8 +224,7 @@ def _record_kernel(
     history, rows, tokens, positions, num_rows, stride, inner, longest, width, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """``BLOCK`` tokens of one sequence; grid (B, blocks)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0)
     sequence = b.to(tl.int64)
     if rows is not None:
@@ -237,8 +233,7 @@ def _record_kernel(
     real = (row < width) & (row < tl.load(num_rows + b)) & (sequence >= 0)
     position = tl.load(positions + b * width + row, mask=real, other=-1)
     token = tl.load(tokens + b * width + row, mask=real, other=0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     real = real & (position >= 0) & (position < longest)
     tl.store(history + sequence * stride + position * inner, token, mask=real)
 
@@ -246,7 +241,7 @@ def _record_kernel(
 def _parts(batch: int, longest: int) -> int:
     """How many programs share a sequence; B counters serve them, which are few enough wherever there are parts."""
     tiles: int = triton.cdiv(longest, TILE)
-    return max(1, min(tiles, PROGRAMS // batch, MOST_PARTS))
+    return max(1, min(tiles, gpus.HOPPER.search_programs // batch, MOST_PARTS))
 
 
 def ngram_lookup_triton(given: NgramLookup) -> Tensor:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 from specgraph.kernels.step.writes import writes
 
@@ -133,8 +133,7 @@ def _rerun_kernel(
     start, num_emitted, length, width, outer, inner, KEPT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """Write a part of one row. The grid is (B * (R + T), blocks of features)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     total = length + KEPT
     b, row = (tl.program_id(0) // total).to(tl.int64), tl.program_id(0) % total
     place, old = tl.program_id(0).to(tl.int64), row < KEPT
@@ -158,8 +157,7 @@ def _rerun_kernel(
 @triton.jit
 def _next_module_tokens_kernel(out, tokens, num_rows, draft, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The tokens of up to ``BLOCK`` rows of one sequence. The grid is (B, blocks of rows)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     following = tl.where(row + 1 < width, row + 1, 0)
@@ -174,8 +172,7 @@ def _keep_rows_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """Keep a part of one row. The grid is (B * R, blocks of features)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b, row = (tl.program_id(0) // KEPT).to(tl.int64), tl.program_id(0) % KEPT
     emitted, place = tl.load(num_emitted + b), tl.program_id(0).to(tl.int64)
     source = b * total + emitted + row

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
 from specgraph.kernels.step.index import select_state
@@ -149,8 +149,7 @@ def _pack_results_kernel(
     TRACED: tl.constexpr, TRACED_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """One sequence per program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(num_emitted + b)
     column = tl.arange(0, BLOCK)
@@ -168,8 +167,7 @@ def _pack_results_kernel(
     told = tl.arange(0, TRACED_BLOCK)
     if TRACED:
         why = tl.load(traced + b * TRACED + told, mask=told < TRACED, other=0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     out = packed + b * (2 * WIDTH + 3 + CONFIDENCE + TRACED)
     tl.store(out + column, token, mask=column < WIDTH)
     tl.store(out + WIDTH + column, value, mask=column < WIDTH)

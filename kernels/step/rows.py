@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specgraph.kernels.attention.arguments import PADDING_SLOT
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
 
@@ -154,13 +154,11 @@ def expand_draft_inputs_reference(given: ExpandDraftInputs) -> tuple[Tensor, Ten
 @triton.jit
 def _consecutive_positions_kernel(positions, start, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The positions of up to ``BLOCK`` rows of one sequence. The grid is (B, blocks of rows)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(start + b) + row
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     for index in tl.static_range(COUNT):
         tl.store(positions[index] + b * width + row, position + index, mask=row < width)
 
@@ -171,8 +169,7 @@ def _consecutive_rows_kernel(
     PDL: tl.constexpr,
 ):
     """Copy a part of one row. The grid is (B * count, blocks of features)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b, r = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
     begin = tl.load(first + b)
     if TOGETHER:
@@ -180,8 +177,7 @@ def _consecutive_rows_kernel(
     row = tl.minimum(tl.maximum(begin + r, 0), length - 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + b * outer + row * inner + column, mask=column < width)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.store(taken + tl.program_id(0).to(tl.int64) * width + column, value, mask=column < width)
 
 
@@ -191,8 +187,7 @@ def _expand_draft_inputs_kernel(
     COUNT: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """Write a part of one row of the expanded input. The grid is (B * (T + count), blocks of features)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     total = length + COUNT
     b, row = (tl.program_id(0) // total).to(tl.int64), tl.program_id(0) % total
     end = tl.load(num_rows + b)
@@ -216,9 +211,8 @@ def _row_slots_kernel(
     PDL: tl.constexpr,
 ):
     """The slots of up to ``BLOCK`` rows of one sequence. The grid is (B, blocks of rows)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     b = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = row < width

@@ -52,6 +52,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
@@ -60,8 +61,6 @@ from specgraph.kernels.step.suffix_kernels import match_kernel, vote_kernel
 
 TILE = 1024
 """Tokens that a program reads at a time."""
-PROGRAMS = 1056
-"""All sequences together are shared out to about this many programs: eight run on each multiprocessor of an H200."""
 VOTERS = 128
 """Occurrences of a match that are counted. All pairs of them are compared at once: 128 x 128 in 128 threads."""
 MOST_MATCHED = 127
@@ -187,7 +186,7 @@ def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
     matched = history.new_empty(batch, tiles * TILE, dtype=torch.int8)
     maxima = history.new_empty(batch, tiles, dtype=torch.int32)
     read, options = (history, rows, length, history.stride(0), longest, tiles), launch_options(pdl)
-    match_kernel[(max(1, min(tiles, PROGRAMS // batch)), batch)](
+    match_kernel[(max(1, min(tiles, gpus.HOPPER.search_programs // batch)), batch)](
         matched, maxima, *read, MAX_MATCH=given.max_match, TILE=TILE, PDL=pdl, num_warps=4, **options
     )
     vote_kernel[(sizes, batch)](

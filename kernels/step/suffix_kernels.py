@@ -12,6 +12,7 @@ import triton.language as tl
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.attention.work_units import is_last
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -30,12 +31,10 @@ def match_kernel(
     PDL: tl.constexpr,
 ):
     """``matched`` of every ``num_programs(0)``-th tile of one sequence, and the maximum of each; grid (parts, B)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(1)
     row, end = _bounds(rows, length, longest, b)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     first = history + row * stride
     last = end - 1
     used = (last + TILE - 1) // TILE
@@ -109,13 +108,11 @@ def vote_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr, VOTERS: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):
     """The path of one length of match in one sequence; grid (lengths, B). The last to arrive writes the best drafts."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b, index = tl.program_id(1), tl.program_id(0)
     size = MIN_MATCH + index
     row, end = _bounds(rows, length, longest, b)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     used = (end - 1 + TILE - 1) // TILE
     first, here = history + row * stride, b.to(tl.int64) * tiles
     own = b.to(tl.int64) * tl.num_programs(0) + index

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
 from specgraph.kernels.step.side_by_side import column_of, side_by_side
@@ -145,8 +145,7 @@ def _advance_kernel(
     NUM_EOS: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """One sequence per program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK)  # there are more lanes than drafts; lanes after the last draft have none
     draft = column_of(drafts, b, k, -1, tl.int64, WIDTHS, STRIDES)
@@ -161,8 +160,7 @@ def _advance_kernel(
     proposed = tl.min(tl.where(draft < 0, k, BLOCK), axis=0)
     rows = tl.maximum(tl.minimum(proposed + 1, tl.load(max_length + b) - 1 - end), 0)
     active = accepted > 0
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     window = next_window + b * (count + 1)
     tl.store(window, tl.maximum(last, 0), mask=active)
     tl.store(window + 1 + k, tl.maximum(draft, 0), mask=active & (k < count))

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 from specgraph.kernels.step.side_by_side import column_of, side_by_side
 
@@ -182,8 +182,7 @@ def _trace_tokens_kernel(
     window_width, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """One sequence per program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK)
     forced, rows, total = tl.load(num_forced + b), tl.load(num_rows + b), tl.load(num_emitted + b)
@@ -191,8 +190,7 @@ def _trace_tokens_kernel(
     first = tl.minimum(forced, width - COUNT)
     draft = tl.load(window + b * window_width + 1 + row, mask=row < COUNT - 1, other=0)
     own = tl.load(emitted + b * width + first + row, mask=row < COUNT, other=0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     num_verified = tl.minimum(tl.maximum(tl.where(forced == 0, rows - 1, 0), 0), COUNT - 1)
     num_own = tl.minimum(tl.maximum(total - first, 0), COUNT)
     place = tokens + (b * COUNT + row) * 2
@@ -210,9 +208,8 @@ def _drawn_ids_kernel(
     WIDTHS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """One token per program; the grid is (D, B)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_wait(PDL)
+    gdc_launch_dependents(PDL)
     place, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = column_of(tokens, b, place, 0, tl.int64, WIDTHS, STRIDES)
     if draft_to_target is not None:
@@ -236,8 +233,7 @@ def _trace_columns_kernel(
     PDL: tl.constexpr,
 ):
     """One sequence per program. Log-probabilities are read and written as their bits."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     num_verified, num_own = tl.load(counts + b * 2), tl.load(counts + b * 2 + 1)
@@ -251,8 +247,7 @@ def _trace_columns_kernel(
     token = column_of(drawn, b, column, -2, tl.int64, DRAWN, DRAWN_STRIDES)
     bits = column_of(drawn_bits, b, column, 0, tl.int32, BITS, BITS_STRIDES)
     bits = tl.where(token == draft, bits, _NAN_BITS)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     out = columns + b * (4 * COUNT + 2)
     tl.store(out + column, verified, mask=column < COUNT)
     tl.store(out + COUNT + column, draft.to(tl.int32), mask=column < COUNT)

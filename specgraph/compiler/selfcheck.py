@@ -56,7 +56,7 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
         NumericsError: the model itself gives NaN.
     """
     windows = {n.kwargs["window"] for n in traced.body.graph.nodes if n.target is ATTENTION and n.kwargs.get("window")}
-    wanted = max([2 * config.cache.block_size + 5, Tiling().piece + 5, *(w + 9 for w in windows)])
+    wanted = max([2 * config.cache.block_size + 5, Tiling().kv_split + 5, *(w + 9 for w in windows)])
     length = min(wanted, limits.max_length, traced.info.max_positions or wanted, config.debug.self_check_tokens)
     tokens = random_tokens(traced.info.vocab_size, length).to(traced.info.device)
     with torch.no_grad():

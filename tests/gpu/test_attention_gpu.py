@@ -75,7 +75,7 @@ def test_chunks_of_any_size_have_the_same_bits():
 def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype, heads: int):
     some = case((2900, 257, 600, 10), (12, 7, 9, 12), dtype=dtype, heads=heads)
     wanted = some.run(DEFAULT)
-    for block_rows, split, write_first in (
+    for block_queries, programs, write_first in (
         (16, 1, False),
         (16, 3, True),
         (16, 12, False),
@@ -84,7 +84,7 @@ def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype, heads:
         (64, 1, True),
         (64, 3, False),
     ):
-        tiling = Tiling(block_rows=block_rows, split=split, write_first=write_first, num_stages=2)
+        tiling = Tiling(block_queries=block_queries, programs=programs, write_first=write_first, num_stages=2)
         assert torch.equal(some.run(tiling), wanted), tiling
 
 

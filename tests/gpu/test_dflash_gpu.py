@@ -57,7 +57,13 @@ def test_blocks_of_every_batch_size_and_division_have_the_same_bits(options: dic
     wanted = case.run(tiling=DEFAULT, **options)
     for of in (0, 17, 31):
         assert torch.equal(case.run(tiling=DEFAULT, of=of, **options)[0], wanted[of]), of
-    for change in ({"split": 1}, {"split": 3}, {"block_rows": 16, "split": 8}, {"block_rows": 32, "split": 2}):
+    changes = (
+        {"programs": 1},
+        {"programs": 3},
+        {"block_queries": 16, "programs": 8},
+        {"block_queries": 32, "programs": 2},
+    )
+    for change in changes:
         assert torch.equal(case.run(tiling=dataclasses.replace(DEFAULT, **change), **options), wanted), change
 
 

@@ -1,6 +1,6 @@
 """A block drafter's attention: the definition against a dense formula, and the Triton form against float64.
 
-Without a GPU the kernels run in Triton's interpreter, with pieces and blocks small enough that few keys make many.
+Without a GPU the kernels run in Triton's interpreter, with KV splits and blocks small enough that few keys make many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.kernels.rounding import assert_within, attention_error
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float64: 1e-14, torch.float32: 1e-5}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SMALL = Tiling(piece=32, block_keys=16, run=2)
+SMALL = Tiling(kv_split=32, block_keys=16, split_group=2)
 NAN = float("nan")
 
 
@@ -196,9 +196,15 @@ def test_without_a_context_it_is_attention_within_the_block(options: dict[str, A
 def test_a_block_has_the_same_bits_in_any_company_and_division(dtype: torch.dtype, options: dict[str, Any]) -> None:
     case = Case((3, 90, 33), 8, dtype, rotary=True, groups=1)
     wanted = case.run(**options)
-    for change in ({"split": 1}, {"split": 3}, {"block_rows": 16, "split": 8}, {"block_rows": 32, "split": 2}):
+    changes = (
+        {"programs": 1},
+        {"programs": 3},
+        {"block_queries": 16, "programs": 8},
+        {"block_queries": 32, "programs": 2},
+    )
+    for change in changes:
         if dtype == torch.float32 and DEVICE == "cuda":
-            change["block_rows"] = 16
+            change["block_queries"] = 16
         assert torch.equal(case.run(tiling=dataclasses.replace(SMALL, **change), **options), wanted), change
     assert all(torch.equal(case.run(of=b, **options)[0], wanted[b]) for b in range(3))
 

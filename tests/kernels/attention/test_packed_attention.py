@@ -85,12 +85,12 @@ def test_packed_rows_have_the_bits_of_a_grid(
         torch.testing.assert_close(packed, grid, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("split", [1, 3, 8])
-def test_contexts_that_programs_share(split: int) -> None:
-    """Contexts of ten, four and no pieces; a sequence without rows in between."""
+@pytest.mark.parametrize("programs", [1, 3, 8])
+def test_contexts_that_programs_share(programs: int) -> None:
+    """Contexts of ten, four and no KV splits; a sequence without tokens in between."""
     case = Case((300, 120, 44, 5), (3, 2, 0, 40), torch.float16, rotary=True)
     case.reference = False  # type: ignore[attr-defined]
-    for grid, packed in zip(*both(case, dataclasses.replace(SMALL, split=split), sinks=SINKS[:4]), strict=True):
+    for grid, packed in zip(*both(case, dataclasses.replace(SMALL, programs=programs), sinks=SINKS[:4]), strict=True):
         torch.testing.assert_close(packed, grid, rtol=0, atol=0, equal_nan=True)
 
 

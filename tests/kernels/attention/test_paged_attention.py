@@ -1,6 +1,6 @@
 """The Triton form of paged attention: against float64, and bit for bit against itself.
 
-Without a GPU the kernels run in Triton's interpreter, with pieces and blocks small enough that few keys make many.
+Without a GPU the kernels run in Triton's interpreter, with KV splits and blocks small enough that few keys make many.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from specgraph.kernels.attention.arguments import PADDING_SLOT
 from specgraph.kernels.attention.attention import PAGED_ATTENTION, ROTARY_ATTENTION
-from specgraph.kernels.attention.paged import Tiling, block_rows, suits_prefill
+from specgraph.kernels.attention.paged import Tiling, block_queries, suits_prefill
 from specgraph.kernels.ops import Op
 from tests.kernels.rounding import assert_within, attention_error, unit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SMALL = Tiling(piece=32, block_keys=16, run=2)
+SMALL = Tiling(kv_split=32, block_keys=16, split_group=2)
 PREFILL = dataclasses.replace(SMALL, prefill=True)
 NAN = float("nan")
 
@@ -247,14 +247,14 @@ def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype):
     case = Case((5, 90), (9, 4), dtype, rotary=True, groups=1, value_dim=24)
     wanted = case.run(**options)
     for change in (
-        {"block_rows": 16, "split": 1},
-        {"block_rows": 64, "split": 2},
-        {"block_rows": 16, "split": 3, "write_first": True},
-        {"block_rows": 32, "split": 8},
-        {"block_rows": 16, "split": 8},
+        {"block_queries": 16, "programs": 1},
+        {"block_queries": 64, "programs": 2},
+        {"block_queries": 16, "programs": 3, "write_first": True},
+        {"block_queries": 32, "programs": 8},
+        {"block_queries": 16, "programs": 8},
     ):
         if dtype == torch.float32 and DEVICE == "cuda":
-            change["block_rows"] = 16
+            change["block_queries"] = 16
         assert torch.equal(case.run(dataclasses.replace(SMALL, **change), **options), wanted), change
 
 
@@ -273,8 +273,8 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, tiling: Tili
 )
 @pytest.mark.parametrize("block_keys", [64] if DEVICE == "cuda" else [16, 32, 64, 128])
 def test_the_kernel_for_many_rows_gives_the_bits_of_that_for_few(block_keys: int, options: dict[str, Any]):
-    """Contexts of several runs, of one piece and of none; pages that no block ends with; padding."""
-    tiling = Tiling(piece=128, block_keys=block_keys, run=2)
+    """Contexts of several split groups, of one KV split and of none; pages that no block ends with; padding."""
+    tiling = Tiling(kv_split=128, block_keys=block_keys, split_group=2)
     for changes in ({"rotary": True}, {"dim": 24, "value_dim": 40, "groups": 1, "rotary": 6}, {"block_size": 5}):
         case = Case((300, 130, 0), (21, 3, 17), torch.float16, **changes)
         found = case.run(dataclasses.replace(tiling, prefill=True), **options)
@@ -282,20 +282,20 @@ def test_the_kernel_for_many_rows_gives_the_bits_of_that_for_few(block_keys: int
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_runs_and_pieces_give_the_same_bits_through_memory_and_in_registers(window: int | None):
-    """Contexts of 10, 4, 2 and 1 pieces; the first program takes runs, the last one a piece each."""
+def test_split_groups_and_kv_splits_give_the_same_bits_through_memory_and_in_registers(window: int | None):
+    """Contexts of 10, 4, 2 and 1 KV splits; the first program takes split groups, the last one a KV split each."""
     case = Case((300, 120, 50, 5), (3, 2, 3, 1), torch.float16, rotary=True)
-    wanted = case.run(dataclasses.replace(SMALL, split=1), window=window)
+    wanted = case.run(dataclasses.replace(SMALL, programs=1), window=window)
     assert_near(wanted, case.expected(window=window))
-    for split in (2, 3, 7, 8, 16):
-        tiling = dataclasses.replace(SMALL, split=split)
+    for programs in (2, 3, 7, 8, 16):
+        tiling = dataclasses.replace(SMALL, programs=programs)
         assert torch.equal(case.run(tiling, window=window), wanted), tiling
 
 
-@pytest.mark.parametrize("split", [1, 4])
-def test_the_width_of_the_block_table_changes_no_bit(split: int):
-    """With one piece's worth of pages nothing goes through memory, with more it could."""
-    tiling = dataclasses.replace(SMALL, split=split)
+@pytest.mark.parametrize("programs", [1, 4])
+def test_the_width_of_the_block_table_changes_no_bit(programs: int):
+    """With one KV split's worth of pages nothing goes through memory, with more it could."""
+    tiling = dataclasses.replace(SMALL, programs=programs)
     wanted = Case((20,), (5,), spare_pages=0).run(tiling)
     case = Case((20,), (5,), spare_pages=40)
     assert torch.equal(case.run(tiling), wanted)
@@ -322,10 +322,10 @@ def test_factors_that_order_scores_otherwise_are_refused(scale: float, softcap: 
         Case((0,), (1,)).run(scale=scale, softcap=softcap)
 
 
-@pytest.mark.parametrize(("piece", "block_keys"), [(24, 16), (512, 256), (32, 8)])
-def test_pieces_that_are_not_whole_blocks_are_refused(piece: int, block_keys: int):
-    with pytest.raises(ValueError, match=f"not block_keys={block_keys} and piece={piece}"):
-        Tiling(piece=piece, block_keys=block_keys)
+@pytest.mark.parametrize(("kv_split", "block_keys"), [(24, 16), (512, 256), (32, 8)])
+def test_kv_splits_that_are_not_whole_blocks_are_refused(kv_split: int, block_keys: int):
+    with pytest.raises(ValueError, match=f"not block_keys={block_keys} and kv_split={kv_split}"):
+        Tiling(kv_split=kv_split, block_keys=block_keys)
 
 
 @pytest.mark.parametrize(
@@ -333,9 +333,9 @@ def test_pieces_that_are_not_whole_blocks_are_refused(piece: int, block_keys: in
 )
 def test_tiles_are_small_where_programs_are_left_over_and_hold_what_there_is(batch: int, rows: int, expected: int):
     """Four query heads for each of eight key-value heads."""
-    assert block_rows(rows * 4, batch * 8, torch.bfloat16) == expected
+    assert block_queries(rows * 4, batch * 8, torch.bfloat16) == expected
     assert not suits_prefill(rows * 4, batch * 8, 128, torch.bfloat16)
-    assert block_rows(rows * 4, batch * 8, torch.float32) == 16
+    assert block_queries(rows * 4, batch * 8, torch.float32) == 16
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(1, 256), (8, 33), (32, 9), (64, 9), (1, 2048)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.processors import ngrams
 from tests.kernels.processors.cases import context, contexts, forms, of_one, run
 
@@ -33,7 +35,7 @@ def expected(given: dict[str, Any]) -> Tensor:
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
         monkeypatch.setattr(ngrams, "TILE", request.param)
-        monkeypatch.setattr(ngrams, "PROGRAMS", 30)
+        monkeypatch.setattr(gpus, "HOPPER", dataclasses.replace(gpus.HOPPER, search_programs=30))
 
 
 @pytest.mark.usefixtures("tile")

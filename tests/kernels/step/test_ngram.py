@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.launch import arrival_counters
 from specgraph.kernels.step import ngram, record_tokens_
 
@@ -72,7 +74,7 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """With small tiles, short sequences take several programs as well, and those several tiles."""
     if request.param is not None:
         monkeypatch.setattr(ngram, "TILE", request.param)
-        monkeypatch.setattr(ngram, "PROGRAMS", 12)
+        monkeypatch.setattr(gpus, "HOPPER", dataclasses.replace(gpus.HOPPER, search_programs=12))
 
 
 @pytest.mark.usefixtures("tile")

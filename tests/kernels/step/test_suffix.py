@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters
 from specgraph.kernels.step import record_tokens_, suffix
 
@@ -111,7 +113,7 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """With small tiles, short sequences take several programs as well, and those several tiles."""
     if request.param is not None:
         monkeypatch.setattr(suffix, "TILE", request.param)
-        monkeypatch.setattr(suffix, "PROGRAMS", 12)
+        monkeypatch.setattr(gpus, "HOPPER", dataclasses.replace(gpus.HOPPER, search_programs=12))
 
 
 @pytest.mark.usefixtures("tile")

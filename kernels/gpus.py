@@ -1,0 +1,46 @@
+"""How many programs a launch has: what depends on the number of multiprocessors of a GPU, in one table per GPU.
+
+Nothing here decides a bit of a result. What does is the same on every GPU and stands beside the sums that it orders:
+``num_pieces`` of :mod:`specgraph.kernels.linear.product` (split-K),
+:class:`~specgraph.kernels.attention.paged.Tiling` (KV splits), and
+:func:`~specgraph.kernels.sampling.gumbel.split_size` (splits of the vocabulary).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The table of one GPU.
+
+    Attributes:
+        multiprocessors: how many it has.
+        shared_bytes: the shared memory of a multiprocessor, less what the barriers of its programs take.
+        attention_programs: tiles of queries and KV splits are distributed over about this many programs.
+        search_programs: programs that search the histories of all sequences together, for n-grams and suffixes.
+        count_programs: programs that count the tokens of all sequences together.
+        product_tiles: with so many tiles of a product of many rows, nearly all multiprocessors have work.
+        pointwise_tiles: with so many tiles of a pointwise kernel, all multiprocessors have work.
+    """
+
+    multiprocessors: int
+    shared_bytes: int
+    attention_programs: int
+    search_programs: int
+    count_programs: int
+    product_tiles: int
+    pointwise_tiles: int
+
+
+HOPPER = Gpu(
+    multiprocessors=132,
+    shared_bytes=224 * 1024,
+    attention_programs=264,
+    search_programs=1056,
+    count_programs=528,
+    product_tiles=96,
+    pointwise_tiles=256,
+)
+"""H100 SXM and H200, on which these numbers were measured. Other GPUs use them too, until they are measured."""
