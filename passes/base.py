@@ -84,9 +84,9 @@ class Pass(ABC):
     def about(cls) -> str:
         """What the pass does, in its own words: the first paragraph of its class's docstring, on one line.
 
-        The class of a pass of this package documents its options. There, the file says what the pass does.
+        The class of a pass of specgraph documents its options. There, the file says what the pass does.
         """
-        ours = cls.__module__.startswith(f"{__package__}.")
+        ours = cls.__module__.partition(".")[0] == __package__.partition(".")[0]
         text = (sys.modules[cls.__module__].__doc__ if ours else cls.__doc__) or ""
         generated = text.startswith(f"{cls.__name__}(")  # a dataclass without a docstring gets its signature as one
         return "" if generated else " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())

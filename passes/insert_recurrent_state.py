@@ -1,5 +1,5 @@
 """Traced modules get the states that their recurrent layers ask for: ``gated_delta_rule(q, k, v, ...)`` becomes
-``cached_delta_rule(q, k, v, ..., state, k_cache, delta_cache, g_cache, a_cache, span)``.
+``cached_delta_rule(q, k, v, ..., state, chunk_k, chunk_delta, chunk_g, chunk_a, span)``.
 
 The pass knows no kind of layer. An op that has a form with a state (:data:`~specgraph.kernels.state.RECURRENT`) says
 which buffers that form asks for and what its arguments are. A module's signature grows by ``rows``, ``num_rows``,

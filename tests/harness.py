@@ -86,7 +86,9 @@ class Step:
     """What else the drafter keeps of every sequence, by name."""
 
 
-KNOWN = ("start", "num_rows", "num_forced", "block_table", "max_length", "history", "draft_logits", *SAMPLING)
+KNOWN = (
+    "start", "num_rows", "num_forced", "eos_ids", "block_table", "max_length", "history", "draft_logits", *SAMPLING
+)  # fmt: skip
 """The state of sequences that is a drafter's input or that a detector of its own compares."""
 
 

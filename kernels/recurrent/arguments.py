@@ -82,10 +82,10 @@ class CachedDeltaRule:
 
     Attributes:
         state: ``[N, H, Dk, Dv]``, of every sequence at its last settled boundary.
-        k_cache, delta_cache, g_cache, a_cache: ``[N, R, Hk, Dk]``, ``[N, R, H, Dv]``, ``[N, R, H]`` (or
+        chunk_k, chunk_delta, chunk_g, chunk_a: ``[N, R, Hk, Dk]``, ``[N, R, H, Dv]``, ``[N, R, H]`` (or
             ``[N, R, H, Dk]``, as ``g``) and ``[N, R, H, CHUNK]``: ``k``, ``delta``, ``g`` and the row of ``A`` of the
-            rows since then, each at its position modulo ``R``. ``k_cache`` is in the dtype of ``k``, all others are
-            float32 or float64. They are written in place. Without ``beta``, ``a_cache`` is not looked at.
+            rows since then, each at its position modulo ``R``. ``chunk_k`` is in the dtype of ``k``, all others are
+            float32 or float64. They are written in place. Without ``beta``, ``chunk_a`` is not looked at.
         span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
             are not real is zero.
     """
@@ -95,10 +95,10 @@ class CachedDeltaRule:
     v: Tensor
     g: Tensor
     state: Tensor
-    k_cache: Tensor
-    delta_cache: Tensor
-    g_cache: Tensor
-    a_cache: Tensor
+    chunk_k: Tensor
+    chunk_delta: Tensor
+    chunk_g: Tensor
+    chunk_a: Tensor
     span: Tensor
     beta: Tensor | None = None
     _: KW_ONLY

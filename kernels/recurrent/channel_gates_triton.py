@@ -52,7 +52,7 @@ def _row(tile, own):
 
 @triton.jit(do_not_specialize=["rows", "chunks", "q_outer", "k_outer"])
 def _prepare_kernel(
-    q, k, g, beta, k_cache, g_cache, a_cache, a_lines, scores, w_q, w_k, w_update, decay, span, scale, rows, chunks,
+    q, k, g, beta, chunk_k, chunk_g, chunk_a, a_lines, scores, w_q, w_k, w_update, decay, span, scale, rows, chunks,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr,
     NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
@@ -77,13 +77,13 @@ def _prepare_kernel(
         base, lines, line = slot * RING, entry * (rows + BEHIND), t + BEHIND
         # ---- load: q, k, g [CHUNK, WIDE]; beta [CHUNK]; A [CHUNK, CHUNK], of which rows of new positions are made here
         known_tile, new_tile = known[:, None] & inside[None, :], new[:, None] & inside[None, :]
-        old_k = k_cache + (base * groups + group) * KEY + ring[:, None] * (groups * KEY) + key[None, :]
+        old_k = chunk_k + (base * groups + group) * KEY + ring[:, None] * (groups * KEY) + key[None, :]
         new_k = k + entry * k_outer + group * k_head + t[:, None] * k_inner + key[None, :]
         tile_k = tl.load(new_k, mask=new_tile, other=0)
         tile_k = tl.where(known[:, None], tl.load(old_k, mask=known_tile, other=0), tile_k)
         tile_q = q + entry * q_outer + group * q_head + t[:, None] * q_inner + key[None, :]
         tile_q = tl.load(tile_q, mask=new_tile, other=0)
-        old_g = g_cache + (base * HEADS + head) * KEY + ring[:, None] * (HEADS * KEY) + key[None, :]
+        old_g = chunk_g + (base * HEADS + head) * KEY + ring[:, None] * (HEADS * KEY) + key[None, :]
         new_g = g + (entry * rows * HEADS + head) * KEY + t[:, None] * (HEADS * KEY) + key[None, :]
         tile_g = tl.load(new_g, mask=new_tile, other=0).to(tl.float32)
         tile_g = tl.where(known[:, None], tl.load(old_g, mask=known_tile, other=0), tile_g)
@@ -91,7 +91,7 @@ def _prepare_kernel(
         tile_a = tl.zeros([CHUNK, CHUNK], tl.float32)
         if beta is not None:
             tile_beta = tl.load(beta + (entry * rows * HEADS + head) + t * HEADS, mask=new, other=0).to(tl.float32)
-            old = a_cache + (base * HEADS + head) * CHUNK + ring[:, None] * (HEADS * CHUNK) + lane[None, :]
+            old = chunk_a + (base * HEADS + head) * CHUNK + ring[:, None] * (HEADS * CHUNK) + lane[None, :]
             tile_a = tl.load(old, mask=known[:, None] & (lane[None, :] <= lane[:, None]), other=0)
         if STORE:
             tl.store(old_k, tile_k, mask=new_tile & (head % GROUP == 0))
@@ -141,7 +141,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _chunk(
-    first, tile_s, out, v, beta, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update, decay, begin, count,
+    first, tile_s, out, v, beta, chunk_delta, delta_lines, a_lines, scores, w_q, w_k, w_update, decay, begin, count,
     column, v_inner: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr,
     BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):
@@ -163,7 +163,7 @@ def _chunk(
     tile_v = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0)
     lower = lane[None, :] <= lane[:, None]
     tile_scores = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], mask=new[:, None] & lower, other=0)
-    delta = tl.load(delta_cache + ring[:, None] * (HEADS * VALUE) + column[None, :],
+    delta = tl.load(chunk_delta + ring[:, None] * (HEADS * VALUE) + column[None, :],
                     mask=(t < 0)[:, None] & own[None, :], other=0)
     if beta is not None:
         tile_beta = tl.load(beta + t * HEADS, mask=new, other=0).to(tl.float32)
@@ -189,7 +189,7 @@ def _chunk(
 
 @triton.jit(do_not_specialize=["rows", "chunks", "v_outer"])
 def _carry_kernel(
-    out, v, beta, state, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update, decay, span, rows, chunks,
+    out, v, beta, state, chunk_delta, delta_lines, a_lines, scores, w_q, w_k, w_update, decay, span, rows, chunks,
     v_outer, v_inner: tl.constexpr, v_head: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -210,13 +210,13 @@ def _carry_kernel(
         w_k += (lines * HEADS + head) * KEY
         w_update += (lines * HEADS + head) * KEY
         decay += (entry * chunks * HEADS + head) * KEY
-        delta_cache += (slot * RING * HEADS + head) * VALUE
+        chunk_delta += (slot * RING * HEADS + head) * VALUE
         delta_lines += (place * HEADS + head) * VALUE
         start, full = before // CHUNK * CHUNK, (begin + count) // CHUNK * CHUNK
         stored = (begin + settled) // CHUNK * CHUNK
         for first in tl.range(loop_bound(start), loop_bound(full), CHUNK, num_stages=STAGES):
             tile_decay, tile_w_update, v_new = _chunk(
-                first, tile_s, out, v, beta, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update,
+                first, tile_s, out, v, beta, chunk_delta, delta_lines, a_lines, scores, w_q, w_k, w_update,
                 decay + (first - start) // CHUNK * (HEADS * KEY), begin, count, column,
                 v_inner, HEADS, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE,
             )
@@ -226,7 +226,7 @@ def _carry_kernel(
             tl.store(p_state, tile_s, mask=state_mask & (first + CHUNK == stored))
         if full < begin + count:
             _chunk(
-                full, tile_s, out, v, beta, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update, decay,
+                full, tile_s, out, v, beta, chunk_delta, delta_lines, a_lines, scores, w_q, w_k, w_update, decay,
                 begin, count, column, v_inner, HEADS, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE,
             )
 
@@ -237,7 +237,7 @@ def channel_gates_triton(given: CachedDeltaRule) -> Tensor:
     For prompts there are four more, which store the last rows.
     """
     batch, rows, heads, width = given.v.shape
-    (groups, size), ring_size = given.k.shape[2:], given.k_cache.shape[1]
+    (groups, size), ring_size = given.k.shape[2:], given.chunk_k.shape[1]
     q, k, v = (by_row(part) for part in (given.q, given.k, given.v))
     beta, g = None if given.beta is None else given.beta.contiguous(), given.g.contiguous()
     out, pdl = torch.empty(batch, rows, heads, width, dtype=v.dtype, device=v.device), supports_pdl(v.device)
@@ -250,27 +250,27 @@ def channel_gates_triton(given: CachedDeltaRule) -> Tensor:
     w_q, w_k, w_update = (torch.empty(*lines, size, **precise) for _ in range(3))
     decay = torch.empty(batch, chunks, heads, size, **precise)
     # New rows are stored where they are cached, or apart if there they would replace what is still read.
-    caches = given.delta_cache, given.a_cache
+    caches = given.chunk_delta, given.chunk_a
     stored = caches if in_place else tuple(cache.new_empty(*lines[:2], *cache.shape[2:]) for cache in caches)
-    delta_cache, a_cache = stored
+    chunk_delta, chunk_a = stored
     options: dict[str, Any] = {
         "HEADS": heads, "KEY": size, "RING": ring_size, "BEHIND": behind, "STORE": in_place, "CHUNK": CHUNK,
         "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False, "PDL": pdl, **launch_options(pdl),
         "num_warps": _WARPS,
     }
     _prepare_kernel[batch, chunks, heads](
-        q, k, g, beta, given.k_cache, given.g_cache, given.a_cache, a_cache, scores, w_q, w_k, w_update, decay,
+        q, k, g, beta, given.chunk_k, given.chunk_g, given.chunk_a, chunk_a, scores, w_q, w_k, w_update, decay,
         given.span, given.scale, rows, chunks, *q.stride()[:3], *k.stride()[:3], GROUP=heads // groups,
         NORMALISE=given.normalise, EPSILON=EPSILON, **options,
     )
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     _carry_kernel[batch, heads, triton.cdiv(width, block)](
-        out, v, beta, given.state, given.delta_cache, delta_cache, a_cache, scores, w_q, w_k, w_update, decay,
+        out, v, beta, given.state, given.chunk_delta, chunk_delta, chunk_a, scores, w_q, w_k, w_update, decay,
         given.span, rows, chunks, *v.stride()[:3], VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES,
         **options,
     )
     if not in_place:
-        last = (k, g.to(given.g_cache.dtype), *(part[:, behind:] for part in stored))
-        for cache, part in zip((given.k_cache, given.g_cache, *caches), last, strict=True):
+        last = (k, g.to(given.chunk_g.dtype), *(part[:, behind:] for part in stored))
+        for cache, part in zip((given.chunk_k, given.chunk_g, *caches), last, strict=True):
             store_last_rows(cache.flatten(2), part.flatten(2), given.span)
     return out

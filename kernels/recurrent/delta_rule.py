@@ -121,7 +121,7 @@ def cached_delta_rule_reference(given: CachedDeltaRule) -> Tensor:
 def _sequence(given: CachedDeltaRule, own: Span, rows: _Rows) -> Tensor:
     """The rows of one sequence, chunk after chunk: ``[H, T, Dv]``."""
     anchor, groups = own.before // CHUNK * CHUNK, rows.k.shape[0] // given.k.shape[2]
-    caches = (given.k_cache, given.delta_cache, _by_channel(given.g_cache, given.delta_cache), given.a_cache)
+    caches = (given.chunk_k, given.chunk_delta, _by_channel(given.chunk_g, given.chunk_delta), given.chunk_a)
     known = [known_rows(cache, own, anchor).transpose(0, 1) for cache in caches]
     known[0] = _unit(given, known[0]).repeat_interleave(groups, 0)
     state, outs, news = given.state[own.row], list[Tensor](), list[tuple[Tensor, ...]]()
@@ -135,7 +135,7 @@ def _sequence(given: CachedDeltaRule, own: Span, rows: _Rows) -> Tensor:
             state = chunk.state
             if last <= own.begin + own.num_settled:
                 given.state[own.row] = state
-    keep_rows(given.k_cache, own, given.k[own.entry, : own.num_rows])
+    keep_rows(given.chunk_k, own, given.k[own.entry, : own.num_rows])
     for cache, parts in zip(caches[1:], zip(*news, strict=True), strict=True):
         keep_rows(cache, own, torch.cat(parts, 1).transpose(0, 1))
     return torch.cat(outs, 1)
@@ -223,12 +223,12 @@ def _cached_delta_rule_fake(given: CachedDeltaRule) -> Tensor:
     _check(given)
     check_span(given.span, given.q.shape[0])
     (_, _, heads, width), (groups, size) = given.v.shape, given.k.shape[2:]
-    shapes = {"state": (heads, size, width), "k_cache": (groups, size), "delta_cache": (heads, width),
-              "g_cache": given.g.shape[2:], "a_cache": (heads, CHUNK)}
+    shapes = {"state": (heads, size, width), "chunk_k": (groups, size), "chunk_delta": (heads, width),
+              "chunk_g": given.g.shape[2:], "chunk_a": (heads, CHUNK)}
     for name, wanted in shapes.items():
         value: Tensor = getattr(given, name)
         _check_shape(f"{name}, behind its first dimensions,", value.shape[value.dim() - len(wanted) :], wanted)
-        _check_dtype(name, value.dtype, given.k.dtype if name == "k_cache" else exact(given.v.dtype))
+        _check_dtype(name, value.dtype, given.k.dtype if name == "chunk_k" else exact(given.v.dtype))
     return given.v.new_empty(given.v.shape)
 
 
@@ -258,7 +258,7 @@ CACHED_DELTA_RULE = declare(
             cached_delta_rule_cpu,
             covers=covers_cpu,
         ),
-        mutates=("state", "k_cache", "delta_cache", "g_cache", "a_cache"),
+        mutates=("state", "chunk_k", "chunk_delta", "chunk_g", "chunk_a"),
     )
 )
 
@@ -282,7 +282,7 @@ def _operations(given: CachedDeltaRule) -> int:
 
 RECURRENT[torch.ops.specgraph.gated_delta_rule.default] = Recurrent(
     torch.ops.specgraph.cached_delta_rule.default,
-    ("state", "k_cache", "delta_cache", "g_cache", "a_cache"),
+    ("state", "chunk_k", "chunk_delta", "chunk_g", "chunk_a"),
     _buffers,
     lambda arguments, state, span: (*arguments[:4], *state, span, *arguments[4:]),
     _operations,

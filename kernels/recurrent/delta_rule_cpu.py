@@ -54,7 +54,7 @@ def covers_cpu(given: CachedDeltaRule) -> bool:
 
 def cached_delta_rule_cpu(given: CachedDeltaRule) -> Tensor:
     """:class:`~specgraph.kernels.recurrent.arguments.CachedDeltaRule` in float32 or lower precision."""
-    tiles = tiles_of(given.span, given.v.shape[1], given.k_cache.shape[1])
+    tiles = tiles_of(given.span, given.v.shape[1], given.chunk_k.shape[1])
     if tiles is None:
         return torch.zeros(given.v.shape, dtype=given.v.dtype, device="cpu")
     parts = [*_carry(given, tiles, _prepare(given, tiles))]
@@ -85,20 +85,20 @@ def _prepare(given: CachedDeltaRule, tiles: Tiles) -> _Prepared:
 
 def _gates(given: CachedDeltaRule, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """The sums of the gates of all tiles, ``[N, H, CHUNK]``, and those of their new rows, ``[R, N, H, 1]``."""
-    lines = tiles.open(given.g_cache)
+    lines = tiles.open(given.chunk_g)
     lines.index_copy_(0, tiles.rows.lines, tiles.rows.of(tiles.new(given.g)).float())
     g_sum = lines.index_select(0, tiles.lines).view(-1, CHUNK, lines.shape[1]).cumsum(1)
-    tiles.close(given.g_cache, lines)
+    tiles.close(given.chunk_g, lines)
     own = g_sum.gather(1, tiles.lanes.t().unsqueeze(-1).expand(-1, -1, lines.shape[1]))
     return g_sum.transpose(1, 2).contiguous(), own.transpose(0, 1).unsqueeze(-1)
 
 
 def _keys(given: CachedDeltaRule, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """The keys of all tiles, ``[N, Hk, CHUNK, Dk]``, and what is asked of them, ``[R, N, Hk, m, Dk]``."""
-    lines, own = tiles.open(given.k_cache), tiles.new(given.k)
+    lines, own = tiles.open(given.chunk_k), tiles.new(given.k)
     lines.index_copy_(0, tiles.rows.lines, tiles.rows.of(own))
     k = lines.index_select(0, tiles.lines).view(-1, CHUNK, *own.shape[2:]).transpose(1, 2).float().contiguous()
-    tiles.close(given.k_cache, lines)
+    tiles.close(given.chunk_k, lines)
     queries = _unit(given, tiles.new(given.q).float()) * given.scale
     parts = [queries] if given.beta is None else [queries, _unit(given, own.float())]
     return _unit(given, k), torch.stack(parts, 3)
@@ -114,7 +114,7 @@ def _inverse(given: CachedDeltaRule, tiles: Tiles, factors: Tensor) -> Tensor:
     A row is a sum of those in front of it, so a tile's new rows are solved one after the other. Rows that are not yet
     known are unit vectors, and the row's own is one of the terms.
     """
-    heads, lines = factors.shape[2], tiles.open(given.a_cache)
+    heads, lines = factors.shape[2], tiles.open(given.chunk_a)
     known = lines.index_select(0, tiles.lines).view(-1, CHUNK, heads, CHUNK).transpose(1, 2)
     found = torch.where(tiles.cached, known, tiles.unknown).contiguous()
     rows = factors.new_empty(factors.shape)
@@ -122,13 +122,13 @@ def _inverse(given: CachedDeltaRule, tiles: Tiles, factors: Tensor) -> Tensor:
         torch.bmm(own.flatten(0, 1).unsqueeze(1), found.flatten(0, 1), out=row.flatten(0, 1).unsqueeze(1))
         found.scatter_(2, lanes.view(-1, 1, 1, 1).expand(-1, heads, 1, CHUNK), row.unsqueeze(2))
     lines.index_copy_(0, tiles.rows.lines, tiles.rows.of(rows))
-    tiles.close(given.a_cache, lines)
+    tiles.close(given.chunk_a, lines)
     return found
 
 
 def _carry(given: CachedDeltaRule, tiles: Tiles, ready: _Prepared) -> Iterator[Tensor]:
     """Give the result of each stage, ``[R, n, H, Dv]``, and keep ``delta`` and states."""
-    lines, current = tiles.open(given.delta_cache), tiles.current(given.state)
+    lines, current = tiles.open(given.chunk_delta), tiles.current(given.state)
     for stage in tiles.stages:
         part = slice(stage.first, stage.end)
         asked, decay, values = ready.asked[:, part], ready.decay[:, part], ready.values[:, part]
@@ -144,7 +144,7 @@ def _carry(given: CachedDeltaRule, tiles: Tiles, ready: _Prepared) -> Iterator[T
             folded = _folded(stage, ready, current, deltas)
             given.state.index_copy_(0, stage.states, folded.index_select(0, stage.kept))
             current = folded.index_select(0, stage.going_on)
-    tiles.close(given.delta_cache, lines)
+    tiles.close(given.chunk_delta, lines)
 
 
 def _folded(stage: Stage, ready: _Prepared, current: Tensor, delta: Tensor) -> Tensor:

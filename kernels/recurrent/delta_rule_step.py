@@ -84,7 +84,7 @@ def _answer(low, middle, high, dtype: tl.constexpr):
 
 @triton.jit
 def _load_rows(
-    first, v, beta, delta_cache, begin, count, column, v_inner: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
+    first, v, beta, chunk_delta, begin, count, column, v_inner: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
     RING: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Values and rates of the new rows of a chunk, and errors of the known ones."""
@@ -93,7 +93,7 @@ def _load_rows(
     known, new = (t < 0) & (count > 0), (t >= 0) & (t < count)
     value = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0,
                     cache_modifier=".cg")
-    delta = tl.load(delta_cache + ring[:, None] * (HEADS * VALUE) + column[None, :], mask=known[:, None] & own[None, :],
+    delta = tl.load(chunk_delta + ring[:, None] * (HEADS * VALUE) + column[None, :], mask=known[:, None] & own[None, :],
                     other=0, cache_modifier=".cg")
     tile_beta = tl.full([CHUNK], 1.0, tl.float32)
     if beta is not None:
@@ -103,7 +103,7 @@ def _load_rows(
 
 @triton.jit
 def _rows(
-    first, answer, value, tile_beta, delta, out, delta_cache, scores, weights, begin, count, column,
+    first, answer, value, tile_beta, delta, out, chunk_delta, scores, weights, begin, count, column,
     HEADS: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, CHUNK: tl.constexpr,
     CORRECTED: tl.constexpr,
 ):
@@ -130,13 +130,13 @@ def _rows(
     tl.store(out + asking[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
              mask=asks[:, None] & own[None, :])
     ring = (first + lane) % RING
-    tl.store(delta_cache + ring[:, None] * (HEADS * VALUE) + column[None, :], delta, mask=new[:, None] & own[None, :])
+    tl.store(chunk_delta + ring[:, None] * (HEADS * VALUE) + column[None, :], delta, mask=new[:, None] & own[None, :])
     return delta
 
 
 @triton.jit
 def _update(
-    first, delta, a_cache, weights, begin, HEADS: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr,
+    first, delta, chunk_a, weights, begin, HEADS: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr,
     CHUNK: tl.constexpr, CORRECTED: tl.constexpr,
 ):
     """What is left of the state behind the full chunk at ``first``, and what its rows add to it with their keys."""
@@ -146,7 +146,7 @@ def _update(
     decay = tl.load(weights + (first + CHUNK - 1 - begin + BEHIND) * (WEIGHTS * HEADS) + DECAY * HEADS)
     v_new = delta
     if CORRECTED:
-        tile_a = tl.load(a_cache + ring[:, None] * (HEADS * CHUNK) + lane[None, :],
+        tile_a = tl.load(chunk_a + ring[:, None] * (HEADS * CHUNK) + lane[None, :],
                          mask=lane[None, :] <= lane[:, None], other=0)
         v_new = product(tile_a, delta)
     return decay, w_update[:, None] * v_new
@@ -154,7 +154,7 @@ def _update(
 
 @triton.jit(do_not_specialize=["rows", "q_outer", "k_outer", "v_outer"])
 def step_kernel(
-    out, q, k, v, beta, state, k_cache, delta_cache, a_cache, scores, weights, span, rows,
+    out, q, k, v, beta, state, chunk_k, chunk_delta, chunk_a, scores, weights, span, rows,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
     v_outer, v_inner: tl.constexpr, v_head: tl.constexpr, UNIT: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr,
@@ -174,9 +174,9 @@ def step_kernel(
     if beta is not None:
         beta += entry * rows * HEADS + head
     out += (entry * rows * HEADS + head) * VALUE
-    k_cache += (slot * RING * groups + group) * KEY
-    delta_cache += (slot * RING * HEADS + head) * VALUE
-    a_cache += (slot * RING * HEADS + head) * CHUNK
+    chunk_k += (slot * RING * groups + group) * KEY
+    chunk_delta += (slot * RING * HEADS + head) * VALUE
+    chunk_a += (slot * RING * HEADS + head) * CHUNK
     scores += (lines * HEADS + head) * CHUNK
     weights += lines * (WEIGHTS * HEADS) + head
     p_state = state + (slot * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
@@ -185,7 +185,7 @@ def step_kernel(
     # The first kernel lets this one begin when all kernels before it are done. They have written what is read up to the
     # wait, and it is not read from the L1 cache.
     value, tile_beta, delta = _load_rows(
-        first, v, beta, delta_cache, begin, count, column, v_inner, HEADS, VALUE, RING, CHUNK
+        first, v, beta, chunk_delta, begin, count, column, v_inner, HEADS, VALUE, RING, CHUNK
     )
     tile, there = _tile(first, q, k, begin, count, q_inner, k_inner, CHUNK, PART, corrected)
     # ---- S^T k and S^T q of the new rows, part by part of the keys: [CHUNK, PART] x [PART, BLOCK]
@@ -201,14 +201,14 @@ def step_kernel(
     store_padding(out, count, rows, column, own, HEADS, VALUE, BLOCK)
     if count > 0:
         answer = _answer(low, middle, high, q.dtype.element_ty)
-        delta = _rows(first, answer, value, tile_beta, delta, out, delta_cache, scores, weights, begin, count, column,
+        delta = _rows(first, answer, value, tile_beta, delta, out, chunk_delta, scores, weights, begin, count, column,
                       HEADS, VALUE, RING, BEHIND, CHUNK, corrected)
         if first < full:
-            decay, v_new = _update(first, delta, a_cache, weights, begin, HEADS, RING, BEHIND, CHUNK, corrected)
-            chunk = k_cache + (first + tl.arange(0, CHUNK))[:, None] % RING * (groups * KEY) + key[None, :]
+            decay, v_new = _update(first, delta, chunk_a, weights, begin, HEADS, RING, BEHIND, CHUNK, corrected)
+            chunk = chunk_k + (first + tl.arange(0, CHUNK))[:, None] % RING * (groups * KEY) + key[None, :]
             stored = full == (begin + settled) // CHUNK * CHUNK
             value, tile_beta, delta = _load_rows(
-                full, v, beta, delta_cache, begin, count, column, v_inner, HEADS, VALUE, RING, CHUNK
+                full, v, beta, chunk_delta, begin, count, column, v_inner, HEADS, VALUE, RING, CHUNK
             )
             tile, there = _tile(full, q, k, begin, count, q_inner, k_inner, CHUNK, PART, corrected)
             # ---- S <- e^{G_last} S + sum over j of e^{G_last - G_j} k_j v_new_j^T: [PART, BLOCK], and the rows behind
@@ -224,7 +224,7 @@ def step_kernel(
                 tl.store(p_state + part * VALUE, new, mask=both & stored)
                 low, middle, high = _add(given, new, low, middle, high)
             answer = _answer(low, middle, high, q.dtype.element_ty)
-            _rows(full, answer, value, tile_beta, delta, out, delta_cache, scores, weights, begin, count, column, HEADS,
+            _rows(full, answer, value, tile_beta, delta, out, chunk_delta, scores, weights, begin, count, column, HEADS,
                   VALUE, RING, BEHIND, CHUNK, corrected)
 
 

@@ -73,7 +73,7 @@ def _decay_mask(g_sum, lane):
 
 @triton.jit(do_not_specialize=["rows", "q_outer", "k_outer"])
 def _prepare_kernel(
-    q, k, g, beta, k_cache, g_cache, a_cache, k_lines, a_lines, scores, weights, span, scale, rows,
+    q, k, g, beta, chunk_k, chunk_g, chunk_a, k_lines, a_lines, scores, weights, span, scale, rows,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
     UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, RING: tl.constexpr,
     BEHIND: tl.constexpr, NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
@@ -98,14 +98,14 @@ def _prepare_kernel(
         known, new = t < 0, (t >= 0) & (t < count)
         # ---- load: q, k [CHUNK, WIDE]; g, beta [CHUNK]. Known rows come from the cache, new ones from the call.
         base, lines, line = slot * RING, entry * (rows + BEHIND), t + BEHIND
-        old_k = k_cache + (base * groups + group) * KEY + ring[:, None] * (groups * KEY) + key[None, :]
+        old_k = chunk_k + (base * groups + group) * KEY + ring[:, None] * (groups * KEY) + key[None, :]
         new_k = k + entry * k_outer * UNIT + group * k_head + t[:, None] * k_inner + key[None, :]
         tile_k = tl.load(old_k, mask=known[:, None] & inside[None, :], other=0)
         new_k = tl.load(new_k, mask=new[:, None] & inside[None, :], other=0)
         tile_k = tl.where(known[:, None], tile_k, new_k)
         tile_q = q + entry * q_outer * UNIT + group * q_head + t[:, None] * q_inner + key[None, :]
         tile_q = tl.load(tile_q, mask=new[:, None] & inside[None, :], other=0)
-        tile_g = tl.load(g_cache + base * HEADS + head + ring * HEADS, mask=known, other=0)
+        tile_g = tl.load(chunk_g + base * HEADS + head + ring * HEADS, mask=known, other=0)
         new_g = tl.load(g + (entry * rows * HEADS + head) + t * HEADS, mask=new, other=0).to(tl.float32)
         tile_g = tl.where(known, tile_g, new_g)
         tile_beta = tl.full([CHUNK], 1.0, tl.float32)
@@ -129,7 +129,7 @@ def _prepare_kernel(
         tile_scores = decay_mask * q_scale[:, None] * tl.dot(tile_q, tl.trans(tile_k), input_precision=PRECISION)
 
         if STORE:
-            tl.store(g_cache + base * HEADS + head + ring * HEADS, tile_g, mask=new)
+            tl.store(chunk_g + base * HEADS + head + ring * HEADS, tile_g, mask=new)
             place, stored, real = base, ring, new
         else:
             place, stored = lines, line
@@ -140,7 +140,7 @@ def _prepare_kernel(
             #   A_i = 1_i - sum over j < i of M_ij A_j, for new rows; those of known rows are cached. [CHUNK, CHUNK]
             tile_m = decay_mask * k_scale[:, None] * tl.dot(tile_k, tl.trans(tile_k), input_precision=PRECISION)
             tile_m = tl.where(lane[None, :] < lane[:, None], tile_beta[:, None] * tile_m, 0.0)
-            old = a_cache + (base * HEADS + head) * CHUNK + ring[:, None] * (HEADS * CHUNK) + lane[None, :]
+            old = chunk_a + (base * HEADS + head) * CHUNK + ring[:, None] * (HEADS * CHUNK) + lane[None, :]
             tile_a = tl.load(old, mask=known[:, None] & (lane[None, :] <= lane[:, None]), other=0)
             for i in range(
                 loop_bound(tl.maximum(begin - first, 0)), loop_bound(tl.minimum(begin + count - first, CHUNK))
@@ -160,7 +160,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _chunk(
-    first, tile_s, out, q, v, delta_cache, k_lines, a_lines, scores, weights, begin, count, column,
+    first, tile_s, out, q, v, chunk_delta, k_lines, a_lines, scores, weights, begin, count, column,
     q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
     WIDE: tl.constexpr, CORRECTED: tl.constexpr, PAIRED: tl.constexpr, FULL: tl.constexpr,
@@ -191,7 +191,7 @@ def _chunk(
     decay = load_rows(last, first + CHUNK <= begin + count, FULL)
     delta = tl.zeros([column.shape[0], CHUNK], tl.float32)
     if not FULL and first < begin:  # Few chunks have known rows, and the mask of a load takes longer than a branch.
-        delta = tl.load(delta_cache + ring[None, :] * (HEADS * VALUE) + column[:, None],
+        delta = tl.load(chunk_delta + ring[None, :] * (HEADS * VALUE) + column[:, None],
                         mask=(t < 0)[None, :] & own[:, None], other=0)
     if CORRECTED:
         tile_beta = load_rows(weight + BETA * HEADS, new, FULL)
@@ -213,7 +213,7 @@ def _chunk(
     else:
         tl.store(stored_at, result, mask=new[None, :] & own[:, None])
     if first + CHUNK > begin + count - RING:
-        tl.store(delta_cache + ring[None, :] * (HEADS * VALUE) + column[:, None], delta,
+        tl.store(chunk_delta + ring[None, :] * (HEADS * VALUE) + column[:, None], delta,
                  mask=(new & (position >= begin + count - RING))[None, :] & own[:, None])
     # ---- v_new = A delta: [BLOCK, CHUNK]
     # ---- S <- e^{G_last} S + sum over j of e^{G_last - G_j} k_j v_new_j^T, transposed: [BLOCK, WIDE]
@@ -225,7 +225,7 @@ def _chunk(
 
 @triton.jit
 def _chunks(
-    start, end, tile_s, p_state, state_mask, fold_end, out, q, v, delta_cache, k_lines, a_lines, scores, weights, begin,
+    start, end, tile_s, p_state, state_mask, fold_end, out, q, v, chunk_delta, k_lines, a_lines, scores, weights, begin,
     count, column, q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr,
     CHUNK: tl.constexpr, WIDE: tl.constexpr, CORRECTED: tl.constexpr, PAIRED: tl.constexpr, FULL: tl.constexpr,
@@ -234,7 +234,7 @@ def _chunks(
     """The state behind the chunks from ``start`` to ``end``. That at ``fold_end`` is stored at ``p_state``."""
     for first in tl.range(loop_bound(start), loop_bound(end), CHUNK, num_stages=STAGES):
         tile_s = _chunk(
-            first, tile_s, out, q, v, delta_cache, k_lines, a_lines, scores, weights, begin, count, column, q_inner,
+            first, tile_s, out, q, v, chunk_delta, k_lines, a_lines, scores, weights, begin, count, column, q_inner,
             v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE, CORRECTED, PAIRED, FULL,
         )
         if first + CHUNK == fold_end:
@@ -244,7 +244,7 @@ def _chunks(
 
 @triton.jit
 def _keep_last_rows(
-    k_cache, g_cache, a_cache, g, k_lines, a_lines, slot, entry, head, begin, count, rows, HEADS: tl.constexpr,
+    chunk_k, chunk_g, chunk_a, g, k_lines, a_lines, slot, entry, head, begin, count, rows, HEADS: tl.constexpr,
     GROUP: tl.constexpr, KEY: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     RING_WIDE: tl.constexpr, CORRECTED: tl.constexpr,
 ):
@@ -256,17 +256,17 @@ def _keep_last_rows(
     t, ring = position - begin, position % RING
     late, inside = (lane < RING) & (t >= 0), key < KEY
     tile_g = tl.load(g + (entry * rows * HEADS + head) + t * HEADS, mask=late, other=0)
-    tl.store(g_cache + slot * (RING * HEADS) + head + ring * HEADS, tile_g.to(g_cache.dtype.element_ty), mask=late)
+    tl.store(chunk_g + slot * (RING * HEADS) + head + ring * HEADS, tile_g.to(chunk_g.dtype.element_ty), mask=late)
     if CORRECTED:
         tile_a = tl.load(a_lines + t[:, None] * (HEADS * CHUNK) + column[None, :], mask=late[:, None], other=0)
-        a_cache += (slot * RING * HEADS + head) * CHUNK
-        tl.store(a_cache + ring[:, None] * (HEADS * CHUNK) + column[None, :], tile_a, mask=late[:, None])
+        chunk_a += (slot * RING * HEADS + head) * CHUNK
+        tl.store(chunk_a + ring[:, None] * (HEADS * CHUNK) + column[None, :], tile_a, mask=late[:, None])
     if head % GROUP == 0:
         groups: tl.constexpr = HEADS // GROUP
         mask_k = late[:, None] & inside[None, :]
         tile_k = tl.load(k_lines + t[:, None] * (groups * KEY) + key[None, :], mask=mask_k, other=0)
-        k_cache += (slot * RING * groups + head // GROUP) * KEY
-        tl.store(k_cache + ring[:, None] * (groups * KEY) + key[None, :], tile_k, mask=mask_k)
+        chunk_k += (slot * RING * groups + head // GROUP) * KEY
+        tl.store(chunk_k + ring[:, None] * (groups * KEY) + key[None, :], tile_k, mask=mask_k)
 
 
 @triton.jit
@@ -296,7 +296,7 @@ def begin_carrying(
 
 @triton.jit(do_not_specialize=["rows", "q_outer", "v_outer"])
 def _carry_kernel(
-    out, q, v, g, state, k_cache, delta_cache, g_cache, a_cache, k_lines, a_lines, scores, weights, span, rows,
+    out, q, v, g, state, chunk_k, chunk_delta, chunk_g, chunk_a, k_lines, a_lines, scores, weights, span, rows,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
     UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
@@ -318,7 +318,7 @@ def _carry_kernel(
         a_lines += (place * HEADS + head) * CHUNK
         scores += (lines * HEADS + head) * CHUNK
         weights += lines * (WEIGHTS * HEADS) + head
-        delta_cache += (slot * RING * HEADS + head) * VALUE
+        chunk_delta += (slot * RING * HEADS + head) * VALUE
         start, end, fold_end = before // CHUNK * CHUNK, begin + count, (begin + settled) // CHUNK * CHUNK
         TILED: tl.constexpr = STAGES > 1 and KEY == WIDE and VALUE % BLOCK == 0
         if TILED:
@@ -326,18 +326,18 @@ def _carry_kernel(
             whole = tl.minimum((begin + CHUNK - 1) // CHUNK * CHUNK, end)
             behind = tl.maximum(end // CHUNK * CHUNK, whole)
             tile_s = _chunks(
-                start, whole, tile_s, p_state, state_mask, fold_end, out, q, v, delta_cache, k_lines, a_lines, scores,
+                start, whole, tile_s, p_state, state_mask, fold_end, out, q, v, chunk_delta, k_lines, a_lines, scores,
                 weights, begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK,
                 WIDE, CORRECTED, PAIRED, FULL=False, STAGES=1,
             )
             tile_s = _chunks(
-                whole, behind, tile_s, p_state, state_mask, fold_end, out, q, v, delta_cache, k_lines, a_lines, scores,
+                whole, behind, tile_s, p_state, state_mask, fold_end, out, q, v, chunk_delta, k_lines, a_lines, scores,
                 weights, begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK,
                 WIDE, CORRECTED, PAIRED, FULL=True, STAGES=STAGES,
             )
             start = behind
         _chunks(
-            start, end, tile_s, p_state, state_mask, fold_end, out, q, v, delta_cache, k_lines, a_lines, scores,
+            start, end, tile_s, p_state, state_mask, fold_end, out, q, v, chunk_delta, k_lines, a_lines, scores,
             weights, begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK,
             WIDE, CORRECTED, PAIRED, FULL=False, STAGES=1 if TILED else STAGES,
         )
@@ -345,7 +345,7 @@ def _carry_kernel(
             k_lines += BEHIND * (groups * KEY)
             a_lines += BEHIND * (HEADS * CHUNK)
             _keep_last_rows(
-                k_cache, g_cache, a_cache, g, k_lines, a_lines, slot, entry, head, begin, count, rows,
+                chunk_k, chunk_g, chunk_a, g, k_lines, a_lines, slot, entry, head, begin, count, rows,
                 HEADS, GROUP, KEY, RING, CHUNK, WIDE, RING_WIDE, CORRECTED,
             )
 
@@ -361,7 +361,7 @@ def _prepares_alone(q: Tensor) -> bool:
 def cached_delta_rule_triton(given: CachedDeltaRule) -> Tensor:
     """:class:`~specgraph.kernels.recurrent.arguments.CachedDeltaRule` in two kernels."""
     batch, rows, heads, width = given.v.shape
-    (groups, size), ring_size = given.k.shape[2:], given.k_cache.shape[1]
+    (groups, size), ring_size = given.k.shape[2:], given.chunk_k.shape[1]
     q, k, v = (by_row(part) for part in (given.q, given.k, given.v))
     beta = None if given.beta is None else given.beta.contiguous()
     g = given.g.contiguous()
@@ -374,8 +374,8 @@ def cached_delta_rule_triton(given: CachedDeltaRule) -> Tensor:
     scores = torch.empty(*lines, heads, CHUNK, **precise)
     weights = torch.empty(*lines, WEIGHTS.value, heads, **precise)
     # New rows are stored where they are cached, or apart if there they would replace what is still read.
-    k_cache, a_cache = (
-        cache if in_place else cache.new_empty(*lines, *cache.shape[2:]) for cache in (given.k_cache, given.a_cache)
+    chunk_k, chunk_a = (
+        cache if in_place else cache.new_empty(*lines, *cache.shape[2:]) for cache in (given.chunk_k, given.chunk_a)
     )
     unit = common_stride(q, k, v)
     q_strides, k_strides, v_strides = ((part.stride(0) // unit, *part.stride()[1:3]) for part in (q, k, v))
@@ -387,13 +387,13 @@ def cached_delta_rule_triton(given: CachedDeltaRule) -> Tensor:
     alone = not in_place and _prepares_alone(q)
     limit = {"maxnreg": _REGISTERS} if alone and pdl else {}
     _prepare_kernel[batch, triton.cdiv(rows - 1 + unsettled, CHUNK) + 1, heads](
-        q, k, g, beta, given.k_cache, given.g_cache, given.a_cache, k_cache, a_cache, scores, weights, given.span,
+        q, k, g, beta, given.chunk_k, given.chunk_g, given.chunk_a, chunk_k, chunk_a, scores, weights, given.span,
         given.scale, rows, *q_strides, *k_strides, NORMALISE=given.normalise, EPSILON=EPSILON, STORE=in_place,
         num_warps=1 if alone else 2, **limit, **options,
     )
     if in_place and unsettled < CHUNK // 2:
         step_kernel[batch, heads, triton.cdiv(width, STEP_COLUMNS)](
-            out, q, k, v, beta, given.state, k_cache, given.delta_cache, a_cache, scores, weights, given.span, rows,
+            out, q, k, v, beta, given.state, chunk_k, given.chunk_delta, chunk_a, scores, weights, given.span, rows,
             *q_strides, *k_strides, *v_strides, VALUE=width, **options,
             **step_options(q, k, given.state, options["WIDE"]),
         )
@@ -401,7 +401,7 @@ def cached_delta_rule_triton(given: CachedDeltaRule) -> Tensor:
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     paired = v.dtype == torch.bfloat16 and v.data_ptr() % 4 == 0 and not any(step % 2 for step in v.stride()[:3])
     _carry_kernel[batch, heads, triton.cdiv(width, block)](
-        out, q, v, g, given.state, given.k_cache, given.delta_cache, given.g_cache, given.a_cache, k_cache, a_cache,
+        out, q, v, g, given.state, given.chunk_k, given.chunk_delta, given.chunk_g, given.chunk_a, chunk_k, chunk_a,
         scores, weights, given.span, rows, *q_strides, *v_strides, VALUE=width, BLOCK=block, STORE=in_place,
         STAGES=1 if in_place else _STAGES, RING_WIDE=triton.next_power_of_2(ring_size), CORRECTED=beta is not None,
         PAIRED=paired, num_warps=_WARPS, **options,

@@ -49,7 +49,8 @@ def test_table_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {row.kernel for row in found} == {
         "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup", "suffix_lookup"
     }  # fmt: skip
-    assert all(row.us > 0 and row.library_us for row in found)
+    alone = {"ngram_lookup", "suffix_lookup"}  # which PyTorch has no form of that could be captured
+    assert all(row.us > 0 and bool(row.library_us) == (row.kernel not in alone) for row in found)
     moved = {(row.kernel, row.shape): row.bytes for row in found}
     assert moved["linear", "gate_up with norm, silu, 384x64, 2 rows"] == 4 * (384 * 64 + 2 * 64 + 2 * 192)
     assert moved["verify", "batch 2, K = 2, 512 tokens, greedy"] == 4 * 2 * 3 * 512

@@ -98,7 +98,8 @@ def test_a_gguf_file_is_a_draft(file: Path, model: Any, capsys: pytest.CaptureFi
     shown = capsys.readouterr()
     assert json.loads(shown.out)["tokens"]
     assert f"draft={file}: the weights of the GGUF file are dequantised to the dtype of the model" in shown.err
-    decoder = specgraph.compile_speculative(model, {"lowering": "eager"}, draft=file)
+    config = {"lowering": "eager", "draft": {"num_speculative_tokens": 4}}
+    decoder = specgraph.compile_speculative(model, config, draft=file)
     prompt = torch.tensor([5, 6, 7])
     out = decoder.generate([prompt], max_new_tokens=8)
     assert out.new_tokens[0].equal(model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0, 3:])

@@ -347,7 +347,8 @@ def test_a_pard_checkpoint_drafts_in_parallel_unless_told_otherwise(tmp_path: Pa
     draft.config.pard_token = MASK
     draft.save_pretrained(tmp_path)
     for parallel, count in ((None, 1), (False, 4)):
-        tested = specgraph.compile_speculative(target(), {**CONFIG, "draft": {"parallel": parallel}}, draft=tmp_path)
+        config = {**CONFIG, "draft": {"parallel": parallel, "num_speculative_tokens": 4}}
+        tested = specgraph.compile_speculative(target(), config, draft=tmp_path)
         program = tested._program
         assert program.drafter.name == "draft_model" and len(program.with_role("draft")) == count
         assert _tokens(tested) == _plain_tokens()

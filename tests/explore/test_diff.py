@@ -110,7 +110,7 @@ def test_a_weight_that_differs_is_found_at_the_product_that_reads_it(
 def test_a_draft_more_is_shown_by_what_it_calls(dump: Path, tmp_path: Path) -> None:
     text = diff(str(dumped(tmp_path / "fewer", k=2)), str(dump))
     (heading,) = (line for line in text.splitlines() if line.startswith("insert_draft: "))
-    assert heading == "insert_draft: step -0 +3 ~1"
+    assert heading == "insert_draft: step -0 +3 ~3"
     assert text.splitlines()[0] == "trace: equal"
 
 

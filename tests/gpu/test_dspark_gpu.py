@@ -13,7 +13,8 @@ import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.bench.models import random_head
 from specgraph.config.load import load_config
-from specgraph.drafters.dspark import RANDOM_RANK, DSparkDrafter
+from specgraph.drafters.dflash import RANDOM_RANK
+from specgraph.drafters.dspark import DSparkDrafter
 from specgraph.drafters.dspark_module import DSpark, DSparkConfig
 from tests.gpu.capture import no_synchronisation
 from tests.gpu.test_bitwise_gpu import MODELS, assert_same, plain, prompts, run

@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from specgraph.bench.models import random_head
 from specgraph.drafters.dflash import DFlashDraftConfig
 from specgraph.frontend.tracing import trace
-from specgraph.passes import group_norms
+from specgraph.passes.common import group_norms
 from specgraph.passes.fuse_norm import FuseNorm
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.lower_kernels import LowerKernels

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from specgraph import PassError, SpeculativeDecoder
+from specgraph.ir.graphs import set_argument
 from specgraph.ir.state import State
 from specgraph.kernels.state import Buffer
 from specgraph.runtime.execution.graph_runner import GraphRunner
@@ -162,7 +163,7 @@ def indexed_program(decoder: SpeculativeDecoder) -> Any:
 def test_an_indexed_buffer_without_the_row_index_is_refused() -> None:
     program = indexed_program(decoder_of("ngram"))
     (record,) = (node for node in program.graph.nodes if node.name == "record_tokens_")
-    record.args = record.args[:4]
+    set_argument(record, "rows", None)
     with pytest.raises(PassError, match="record_tokens_ reads 'history', which is indexed, without the row index"):
         IndexRows().apply(program)
 
