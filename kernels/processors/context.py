@@ -144,7 +144,7 @@ def contiguous(given: object, *names: str) -> list[Any]:
 def declare_processor(
     name: str, arguments: type[Any], check: Callable[[Any], None], triton: Callable[..., Tensor],
     reference: Callable[..., Tensor], cpu: Callable[..., Tensor], *, moves_only: bool = False,
-) -> Op[Any]:
+) -> Op[..., Tensor]:
     """Declare an op that changes logits, with a form in Triton, one for a CPU, and the definition for float64."""
 
     def fake(given: Any) -> Tensor:

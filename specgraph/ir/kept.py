@@ -44,7 +44,7 @@ TRUSTED = frozenset({"torch", "transformers", "specgraph"})
 """The packages whose code depends on nothing that a key does not hold."""
 _LIBRARIES = TRUSTED | sys.stdlib_module_names | {"huggingface_hub"}
 """The packages from which methods of their classes come."""
-_INSTALLED = (Path(torch.__file__).parents[1], *map(sysconfig.get_path, ("purelib", "platlib")))
+_INSTALLED = [Path(torch.__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))]
 """The folders of the packages from which their Python modules import functions."""
 _CODE = ("torch.nn.functional", "specgraph.frontend.", "specgraph.ir.", "transformers.masking_utils",
          "transformers.modeling_rope_utils", "transformers.modeling_layers", "transformers.activations",
@@ -215,7 +215,7 @@ def _is_code(value: object) -> bool:
 @functools.cache
 def _is_installed(module: str) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and any(map(Path(file).is_relative_to, _INSTALLED))
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
 
 
 def _check_code(value: Any, *, installed: bool) -> None:
@@ -224,8 +224,8 @@ def _check_code(value: Any, *, installed: bool) -> None:
     ``installed`` allows that of every package that is installed.
     """
     while value is not None and _is_code(value):
-        for name in {getattr(value, "__module__", None), getattr(value, "__globals__", {}).get("__name__")} - {None}:
-            if not (installed and _is_installed(name)):
+        for name in (getattr(value, "__module__", None), getattr(value, "__globals__", {}).get("__name__")):
+            if name is not None and not (installed and _is_installed(name)):
                 _check_trusted(name, _LIBRARIES)
         inner = (getattr(value, name, None) for name in ("__wrapped__", "__func__", "fget", "func"))
         value = next((one for one in inner if one is not None), None)
@@ -243,7 +243,9 @@ def _noted(value: Any, depth: int = 2) -> Hashable:
         return tuple((_noted(key, 0), _noted(item, depth - 1)) for key, item in [*dict.items(value)])
     if isinstance(value, list | tuple) and depth:
         return tuple(_noted(item, depth - 1) for item in [*value])
-    return _Itself(value) if isinstance(value, type) or _is_code(value) else type(value)
+    if isinstance(value, type) or _is_code(value):
+        return _Itself(value)
+    return cast(Hashable, type(value))
 
 
 def _content(buffer: Tensor | None) -> Hashable:
