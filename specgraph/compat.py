@@ -89,7 +89,11 @@ _LATE = {
 }
 """The modules of the names above that are imported when they are asked for. Most take a second."""
 
+IN_C = "torch._C"
+"""The module of PyTorch's classes whose state is in C++, where nobody can compare it."""
+
 __all__ = [
+    "IN_C",
     "AsyncCompile",
     "CustomGraphPass",
     "DisableTorchFunctionSubclass",

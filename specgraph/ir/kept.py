@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 
-from specgraph.compat import FakeTensor, pytree
+from specgraph.compat import IN_C, FakeTensor, pytree
 from specgraph.ir.graphs import copy_module, get_attribute
 
 MOST = 16
@@ -169,7 +169,7 @@ class _Key:
             raise UnknownKeyError(type(value))
         for kind in type(value).__mro__[:-1]:
             _check_trusted(kind.__module__, TRUSTED)
-            if vars(kind).get("__slots__") or kind.__module__.startswith("torch._C"):  # its state is elsewhere
+            if vars(kind).get("__slots__") or kind.__module__.startswith(IN_C):  # its state is elsewhere
                 raise UnknownKeyError(kind)
             self._note(kind.__module__, sys.modules[kind.__module__])
             self._note(f"{kind.__module__}.{kind.__qualname__}", kind)
