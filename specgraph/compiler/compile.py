@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,7 +96,6 @@ def compile_speculative(
         torch.autocast(model.device.type, enabled=False),
         current(model.device),
         _host_default(),
-        _without_collections(),
     ):
         begin = time.perf_counter()
         progress.advance(0, "tracing the target")
@@ -194,22 +192,6 @@ def _is_plain(value: torch.Tensor) -> bool:
 def _host_default() -> contextlib.AbstractContextManager[object]:
     """A context in which tensors are made on the CPU by default, whatever ``torch.set_default_device`` has set."""
     return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """A context in which Python does not look for garbage.
-
-    Graphs are made of many small objects, which live on. A tenth to a fifth of the time of a compilation went to
-    collections, each of which looks at every object of PyTorch and transformers.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def check_complete(program: Program) -> None:
