@@ -32,6 +32,23 @@ def compiled(
     return specgraph.compile_speculative(model, config, draft=draft)
 
 
+def in_a_stream_and_a_session(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tensor], **options: Any
+) -> tuple[list[list[int]], list[list[int]], Any]:
+    """The tokens of every prompt in one stream, those of a session that is stepped by hand, and its statistics."""
+    streamed: list[list[int]] = [[] for _ in prompts]
+    for chunk in decoder.stream(prompts, **options):
+        for own, tokens in zip(streamed, chunk.tokens, strict=True):
+            own += tokens
+    with decoder.session() as session:
+        names = [session.submit(prompt, **options) for prompt in prompts]
+        found: dict[int, list[int]] = {name: [] for name in names}
+        while not session._engine.idle:
+            for event in session.step():
+                found[event.id] += event.tokens
+        return streamed, [found[name] for name in names], session.stats
+
+
 def reference_greedy(model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
     """transformers' own greedy continuation of every prompt, one at a time."""
     options: Mapping[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}

@@ -19,7 +19,7 @@ from specgraph.kernels.step.finalize import StepUpdate
 from specgraph.specialise import step_cache
 from specgraph.specialise.end_chains import EndingStep, ending_chains
 from specgraph.specialise.pause_step import PausedStep
-from tests.decoding import CONFIG, compiled
+from tests.decoding import CONFIG, compiled, in_a_stream_and_a_session
 from tests.detectors import check_fresh_start, check_slots
 from tests.drafters.test_draft_model import draft, oracle, target
 from tests.harness import Options, Run, drafting_stage, forced_run, real_run
@@ -156,20 +156,9 @@ def test_a_sequence_does_not_depend_on_those_beside_it() -> None:
 def test_a_stream_and_a_session_end_chains_too() -> None:
     common = {"max_new_tokens": NEW_TOKENS, "eos_token_id": []}
     expected = [tokens.tolist() for tokens in plain().generate(PROMPTS, **common).new_tokens]
-    decoder = decoder_of()
-    streamed: list[list[int]] = [[] for _ in PROMPTS]
-    for chunk in decoder.stream(PROMPTS, **common):
-        for own, tokens in zip(streamed, chunk.tokens, strict=True):
-            own += tokens
-    assert streamed == expected
-    with decoder.session() as session:
-        names = [session.submit(prompt, **common) for prompt in PROMPTS]
-        found: dict[int, list[int]] = {name: [] for name in names}
-        while not session._engine.idle:
-            for event in session.step():
-                found[event.id] += event.tokens
-        assert [found[name] for name in names] == expected
-        assert len(session.stats.steps_by_drafts) > 2
+    streamed, found, stats = in_a_stream_and_a_session(decoder_of(), PROMPTS, **common)
+    assert streamed == expected and found == expected
+    assert len(stats.steps_by_drafts) > 2
 
 
 # What is run

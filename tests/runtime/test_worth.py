@@ -22,7 +22,7 @@ from specgraph.drafters.step import DraftStep
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.schedule.num_drafts import Worth
 from specgraph.runtime.schedule.step_costs import StepCosts
-from tests.decoding import CONFIG, compiled
+from tests.decoding import CONFIG, compiled, in_a_stream_and_a_session
 from tests.models import VOCAB, ragged_prompts, shared_model
 from tests.runtime.test_k_by_load import captured
 
@@ -112,20 +112,9 @@ def test_a_stream_and_a_session_choose_too(plain: SpeculativeDecoder, monkeypatc
     monkeypatch.setattr(Worth, "choose", at_random)
     common = {"max_new_tokens": 24, "eos_token_id": []}
     expected = [tokens.tolist() for tokens in plain.generate(PROMPTS, **common).new_tokens]
-    tested = adaptive()
-    streamed: list[list[int]] = [[] for _ in PROMPTS]
-    for chunk in tested.stream(PROMPTS, **common):
-        for own, tokens in zip(streamed, chunk.tokens, strict=True):
-            own += tokens
-    assert streamed == expected
-    with tested.session() as session:
-        names = [session.submit(prompt, **common) for prompt in PROMPTS]
-        found: dict[int, list[int]] = {name: [] for name in names}
-        while not session._engine.idle:
-            for event in session.step():
-                found[event.id] += event.tokens
-        assert [found[name] for name in names] == expected
-        assert {*session.stats.steps_by_drafts} == {0, 2, K}
+    streamed, found, stats = in_a_stream_and_a_session(adaptive(), PROMPTS, **common)
+    assert streamed == expected and found == expected
+    assert {*stats.steps_by_drafts} == {0, 2, K}
 
 
 def test_a_trace_shows_the_drafts_that_were_verified(monkeypatch: pytest.MonkeyPatch) -> None:

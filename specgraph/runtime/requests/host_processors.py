@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specgraph.errors import InputError, SpecgraphError
-from specgraph.runtime.requests.values import check_function, name_of
+from specgraph.runtime.requests.values import name_of, read_functions
 
 LogitsFunction = Callable[[Tensor, Tensor], Tensor]
 """As transformers' ``LogitsProcessor``: it gives scores float32 ``[1, V]``, changed as tokens int64 ``[1, S]`` want."""
@@ -150,8 +150,5 @@ def read_processors(given: Any) -> list[LogitsFunction]:
     Raises:
         InputError: something among them cannot be called.
     """
-    several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    for processor in several:
-        what = "a LogitsProcessor of transformers or a list of them"
-        check_function("logits_processor", what, processor, "tokens", "scores")
-    return several
+    what = "a LogitsProcessor of transformers or a list of them"
+    return read_functions("logits_processor", what, given, "tokens", "scores")

@@ -16,7 +16,7 @@ from transformers.generation import MaxTimeCriteria, StopStringCriteria
 
 from specgraph.errors import InputError
 from specgraph.runtime.requests.text import check_tokenizer
-from specgraph.runtime.requests.values import check_function
+from specgraph.runtime.requests.values import read_functions
 
 Criterion = Callable[[Tensor, Any], Any]
 """As transformers' ``StoppingCriteria``: of the tokens int64 ``[1, S]`` of a sequence and of scores, which are always
@@ -30,11 +30,8 @@ def read_criteria(given: Any) -> list[Criterion]:
         InputError: something among them cannot be called.
     """
     # transformers' list of criteria can be called itself, but looks at a whole batch.
-    several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    for criterion in several:
-        what = "a StoppingCriteria of transformers or a list of them"
-        check_function("stopping_criteria", what, criterion, "tokens", "scores")
-    return several
+    what = "a StoppingCriteria of transformers or a list of them"
+    return read_functions("stopping_criteria", what, given, "tokens", "scores")
 
 
 def read_stop_strings(given: Any) -> list[str]:

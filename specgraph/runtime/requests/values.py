@@ -72,6 +72,14 @@ def check_range(name: str, values: Sequence[float], allowed: str, low: float, hi
             raise InputError(f"{name} must be {allowed}, got {value}.")
 
 
+def read_functions(name: str, what: str, given: Any, *takes: str) -> list[Any]:
+    """The functions that a caller gives: one, several in a list or tuple, or None. See :func:`check_function`."""
+    several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    for function in several:
+        check_function(name, what, function, *takes)
+    return several
+
+
 def check_function(name: str, what: str, function: object, *takes: str) -> None:
     """Refuse what cannot be called with as many arguments as ``takes`` describes.
 
