@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from specgraph.checkpoints.causal_lm import load_causal_lm
@@ -29,11 +30,6 @@ from specgraph.ir.model_info import ModelInfo
 
 MOST = 16
 """K where the chain of drafts may end early, unless a number is given."""
-LEAST_SURVIVAL = 0.5
-"""A further draft pays where the tokens per second that it promises, its probability over the seconds of its call, are
-more than those of the whole step. For a draft model that takes a third of the time of its target, and is right in four
-of five cases, that is so down to a probability of 0.5; on twelve prompts of HumanEval, anything from 0.25 to 0.7
-was within 5% of the best."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +85,7 @@ class DraftModelDrafter(ChainDrafter):
         count = options.num_speculative_tokens
         if ends and options.adaptive is None:  # no K was given
             count = MOST if target.max_length is None else min(MOST, target.max_length - 1)
-        made = draft_model(traced, count, mask, parallel, LEAST_SURVIVAL if ends else 0.0)
+        made = draft_model(traced, count, mask, parallel, least_survival(given, target.model) if ends else 0.0)
         return Draft(made, given, traced, notes)
 
 
@@ -104,6 +100,22 @@ def draft_model(
         num_speculative_tokens, modules, {BODY: traced.info}, mask=mask, parallel=parallel,
         least_survival=least_survival,
     )  # fmt: skip
+
+
+def least_survival(draft: nn.Module, target: nn.Module) -> float:
+    """The probability of being accepted below which a chain of drafts ends.
+
+    A further draft pays where the tokens per second that it promises, its probability over the seconds of its call, are
+    more than those of the whole step: down to the seconds of its call over the seconds that a token takes in all. The
+    latter lie between a call of the draft and one of the target, and their geometric mean comes near. On a CPU a call
+    of few rows reads all weights once, so their bytes stand for both times.
+
+    For Qwen2.5 1.5B and 0.5B, and recorded probabilities of 15 prompts of HumanEval, this was within 5% of the best
+    threshold wherever a call of the draft costs a twentieth to two thirds of one of the target. A constant 0.5 was
+    within 10%.
+    """
+    drafting, verifying = (sum(weight.nbytes for weight in model.parameters()) for model in (draft, target))
+    return min(1.0, (drafting / verifying) ** 0.5)
 
 
 def _is_causal_lm(config: Mapping[str, Any]) -> bool:

@@ -103,7 +103,7 @@ def test_joint_distribution_over_several_steps(
     rule: str, kind: str, draft: int | None, k: int | dict[int, int] | str, temperature: float, top_k: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(draft_model, "LEAST_SURVIVAL", 0.3)  # the models are hardly sure of anything
+    monkeypatch.setattr(draft_model, "least_survival", lambda *models: 0.3)  # the models are hardly sure of anything
     loaded = None if draft is None else opposite() if draft < 0 else model(draft)
     extra: dict[str, Any] = {"verify": {"rule": rule}, "max_batch_size": BATCH}
     decoder = compiled(model(0), kind, k, loaded, **extra) if k != ENDS else ending(rule)  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_a_draft_that_is_left_out_because_of_its_own_value_is_found(rule: str, m
     def biased(token: Tensor, before: Tensor) -> Tensor:
         return right(torch.where(token < 2, -1, token), before)
 
-    monkeypatch.setattr(draft_model, "LEAST_SURVIVAL", 0.3)
+    monkeypatch.setattr(draft_model, "least_survival", lambda *models: 0.3)
     monkeypatch.setattr(step, "where_surviving", biased)
     counts, _ = sampled(ending(rule), RUNS // 5, 1.0, 0)
     assert p_value(counts, exact_joint(1.0, 0)) < 1e-9

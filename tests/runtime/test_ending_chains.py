@@ -12,6 +12,7 @@ from torch import Tensor, fx
 import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.drafters import draft_model
+from specgraph.drafters.draft_model import least_survival
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import calls
 from specgraph.kernels import step
@@ -33,7 +34,7 @@ NEW_TOKENS = 24
 
 @pytest.fixture(autouse=True)
 def never_sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_model, "LEAST_SURVIVAL", LEAST)
+    monkeypatch.setattr(draft_model, "least_survival", lambda *models: LEAST)
 
 
 def decoder_of(rule: str = "strict", name: str = "near", **keys: Any) -> SpeculativeDecoder:
@@ -51,6 +52,19 @@ def made(
 @functools.cache
 def plain() -> SpeculativeDecoder:
     return compiled(target(), "none", lowering={"name": "eager"})
+
+
+# When a chain ends
+
+
+def test_a_chain_ends_sooner_if_the_draft_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threshold follows from the bytes of both models, and the step compares with it."""
+    monkeypatch.undo()
+    small, large = torch.nn.Linear(4, 9, bias=False), torch.nn.Linear(12, 12, bias=False)
+    assert least_survival(small, large) == 0.5 and least_survival(small.double(), large) == 0.5**0.5
+    assert least_survival(large, small) == 1.0
+    report = made({"adaptive": True}).report()
+    assert f"with a probability of {least_survival(draft('near'), target()):.2g}" in report
 
 
 # What is drafted

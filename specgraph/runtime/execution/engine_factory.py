@@ -116,7 +116,8 @@ class EngineFactory:
         numbers = choices(drafter.num_speculative_tokens)
         if drafter.least_survival:
             numbers = sorted(self.chosen)
-            reason = f"while all drafts are right with a probability of {drafter.least_survival}, as the draft sees it"
+            least = f"{drafter.least_survival:.2g}"
+            reason = f"while all drafts are right with a probability of {least}, as the draft sees it"
         among = "; ".join(f"{k} in {self.chosen[k]} steps" for k in numbers)
         return [f"K is chosen for each step, {reason} (draft.adaptive): {among}"]
 
