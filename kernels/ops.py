@@ -10,7 +10,7 @@ implementation takes one object of that class, so that no other signature repeat
     def _row_mean_fake(given: RowMean) -> Tensor: ...
 
     forms = triton_or_reference(row_mean_triton, row_mean_reference)
-    ROW_MEAN = declare(Op("row_mean", RowMean, _row_mean_fake, forms))
+    ROW_MEAN = declare("row_mean", RowMean, _row_mean_fake, forms)
     row_mean = ROW_MEAN.function  # what graphs call, typed as RowMean is made
 
 The class is not frozen, because an object of it is built at every call and freezing triples what that costs. What the
@@ -190,20 +190,23 @@ def find(target: object) -> Op[..., Any] | None:
     return OPS.get(target._opname)
 
 
-def declare(op: Op[P, R]) -> Op[P, R]:
-    """Make ``op`` a ``torch.library`` op, and known to :data:`OPS`.
+def declare(
+    name: str, arguments: Callable[P, Any], fake: Callable[[Any], R], variants: tuple[Variant, ...],
+    mutates: tuple[str, ...] = (),
+) -> Op[P, R]:
+    """Make an :class:`Op` of these attributes, which ``torch.library`` and :data:`OPS` then know.
 
     Raises:
         ValueError: there is an op of that name, or an argument has a type that a schema cannot express.
     """
-    if op.name in OPS:
-        raise ValueError(f"An op {op.name} is declared already, with the arguments {OPS[op.name].schema}.")
-    name = f"{NAMESPACE}::{op.name}"
-    torch.library.define(name, op.schema)
+    if name in OPS:
+        raise ValueError(f"An op {name} is declared already, with the arguments {OPS[name].schema}.")
+    op, qualified = Op(name, arguments, fake, variants, mutates), f"{NAMESPACE}::{name}"
+    torch.library.define(qualified, op.schema)
     for device in DEVICES:
-        torch.library.impl(name, device)(_dispatcher(op, device))
-    torch.library.register_fake(name)(_bound(op.fake, op.arguments))
-    OPS[op.name] = op
+        torch.library.impl(qualified, device)(_dispatcher(op, device))
+    torch.library.register_fake(qualified)(_bound(fake, arguments))
+    OPS[name] = op
     return op
 
 

@@ -42,7 +42,7 @@ from specgraph.kernels.attention.arguments import (
 from specgraph.kernels.attention.cpu import covers_cpu, paged_attention_cpu
 from specgraph.kernels.attention.packed import attend_packed
 from specgraph.kernels.attention.paged import paged_attention_triton, rotary_attention_triton
-from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.state import STATEFUL, Buffer, Stateful, page_pool
 
 
@@ -200,29 +200,20 @@ def _rotary_attention_fake(given: RotaryAttention) -> Tensor:
 
 
 ATTENTION = declare(
-    Op("attention", Attention, _attention_fake, (Variant("reference", attention_reference, batch_invariant=False),))
+    "attention", Attention, _attention_fake, (Variant("reference", attention_reference, batch_invariant=False),),
 )
 PAGED_ATTENTION = declare(
-    Op(
-        "paged_attention",
-        PagedAttention,
-        _paged_attention_fake,
-        with_cpu(
-            triton_or_reference(paged_attention_triton, paged_attention_reference, covers=not_float64("q")),
-            paged_attention_cpu,
-            covers=covers_cpu,
-        ),
-        mutates=("k_cache", "v_cache"),
-    )
+    "paged_attention", PagedAttention, _paged_attention_fake,
+    with_cpu(
+        triton_or_reference(paged_attention_triton, paged_attention_reference, covers=not_float64("q")),
+        paged_attention_cpu, covers=covers_cpu,
+    ),
+    mutates=("k_cache", "v_cache"),
 )
 ROTARY_ATTENTION = declare(
-    Op(
-        "rotary_attention",
-        RotaryAttention,
-        _rotary_attention_fake,
-        triton_or_reference(rotary_attention_triton, rotary_attention_reference, covers=not_float64("q")),
-        mutates=("k_cache", "v_cache"),
-    )
+    "rotary_attention", RotaryAttention, _rotary_attention_fake,
+    triton_or_reference(rotary_attention_triton, rotary_attention_reference, covers=not_float64("q")),
+    mutates=("k_cache", "v_cache"),
 )
 
 

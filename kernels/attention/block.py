@@ -41,7 +41,7 @@ from specgraph.kernels.attention.block_arguments import (
 )
 from specgraph.kernels.attention.block_paged import paged_block_attention_triton, write_context_triton
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.state import STATEFUL, Stateful
 
 
@@ -146,37 +146,20 @@ def _empty(given: BlockAttention | PagedBlockAttention) -> Tensor:
 
 
 KEEP_CONTEXT = declare(
-    Op(
-        "keep_context",
-        KeepContext,
-        _keep_context_fake,
-        (Variant("reference", lambda given: None, batch_invariant=True),),
-    )
+    "keep_context", KeepContext, _keep_context_fake, (Variant("reference", lambda given: None, batch_invariant=True),),
 )
 WRITE_CONTEXT = declare(
-    Op(
-        "write_context",
-        WriteContext,
-        _write_context_fake,
-        triton_or_reference(write_context_triton, write_context_reference, covers=not_float64("k")),
-        mutates=("k_cache", "v_cache"),
-    )
+    "write_context", WriteContext, _write_context_fake,
+    triton_or_reference(write_context_triton, write_context_reference, covers=not_float64("k")),
+    mutates=("k_cache", "v_cache"),
 )
 BLOCK_ATTENTION = declare(
-    Op(
-        "block_attention",
-        BlockAttention,
-        _block_attention_fake,
-        (Variant("reference", block_attention_reference, batch_invariant=False),),
-    )
+    "block_attention", BlockAttention, _block_attention_fake,
+    (Variant("reference", block_attention_reference, batch_invariant=False),),
 )
 PAGED_BLOCK_ATTENTION = declare(
-    Op(
-        "paged_block_attention",
-        PagedBlockAttention,
-        _paged_block_attention_fake,
-        triton_or_reference(paged_block_attention_triton, paged_block_attention_reference, covers=not_float64("k")),
-    )
+    "paged_block_attention", PagedBlockAttention, _paged_block_attention_fake,
+    triton_or_reference(paged_block_attention_triton, paged_block_attention_reference, covers=not_float64("k")),
 )
 # It returns nothing and writes nothing as long as there are no pages, but it must not be removed as dead code.
 fx.node.has_side_effect(torch.ops.specgraph.keep_context.default)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 
 _BLOCK = 1024
 
@@ -311,34 +311,17 @@ def _check_packed(values: Tensor, cu_seqlens: Tensor) -> None:
 
 
 PACKED_PLACES = declare(
-    Op(
-        "packed_places",
-        PackedPlaces,
-        _packed_places_fake,
-        triton_or_reference(packed_places_triton, packed_places_reference, moves_only=True),
-    )
+    "packed_places", PackedPlaces, _packed_places_fake,
+    triton_or_reference(packed_places_triton, packed_places_reference, moves_only=True),
 )
 PACK_ROWS = declare(
-    Op(
-        "pack_rows",
-        PackRows,
-        _pack_rows_fake,
-        triton_or_reference(pack_rows_triton, pack_rows_reference, moves_only=True),
-    )
+    "pack_rows", PackRows, _pack_rows_fake, triton_or_reference(pack_rows_triton, pack_rows_reference, moves_only=True),
 )
 UNPACK_ROWS = declare(
-    Op(
-        "unpack_rows",
-        UnpackRows,
-        _unpack_rows_fake,
-        triton_or_reference(unpack_rows_triton, unpack_rows_reference, moves_only=True),
-    )
+    "unpack_rows", UnpackRows, _unpack_rows_fake,
+    triton_or_reference(unpack_rows_triton, unpack_rows_reference, moves_only=True),
 )
 TAKE_PACKED_ROWS = declare(
-    Op(
-        "take_packed_rows",
-        TakePackedRows,
-        _take_packed_rows_fake,
-        triton_or_reference(take_packed_rows_triton, take_packed_rows_reference, moves_only=True),
-    )
+    "take_packed_rows", TakePackedRows, _take_packed_rows_fake,
+    triton_or_reference(take_packed_rows_triton, take_packed_rows_reference, moves_only=True),
 )

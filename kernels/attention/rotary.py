@@ -25,7 +25,7 @@ from triton.language.extra import libdevice
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -134,10 +134,6 @@ def _rotary_angles_fake(given: RotaryAngles) -> tuple[Tensor, Tensor]:
 
 
 ROTARY_ANGLES = declare(
-    Op(
-        "rotary_angles",
-        RotaryAngles,
-        _rotary_angles_fake,
-        triton_or_reference(rotary_angles_triton, rotary_angles_reference),
-    )
+    "rotary_angles", RotaryAngles, _rotary_angles_fake,
+    triton_or_reference(rotary_angles_triton, rotary_angles_reference),
 )

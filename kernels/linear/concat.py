@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 
 _BLOCK = 1024
 
@@ -84,6 +84,4 @@ def _shown(parts: list[Tensor]) -> str:
     return " and ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
 
 
-CONCAT = declare(
-    Op("concat", Concat, _concat_fake, triton_or_reference(concat_triton, concat_reference, moves_only=True))
-)
+CONCAT = declare("concat", Concat, _concat_fake, triton_or_reference(concat_triton, concat_reference, moves_only=True))

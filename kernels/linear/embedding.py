@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 
 _BLOCK = 1024
 
@@ -76,10 +76,6 @@ def _embedding_fake(given: Embedding) -> Tensor:
 
 
 EMBEDDING = declare(
-    Op(
-        "embedding",
-        Embedding,
-        _embedding_fake,
-        triton_or_reference(embedding_triton, embedding_reference, moves_only=True),
-    )
+    "embedding", Embedding, _embedding_fake,
+    triton_or_reference(embedding_triton, embedding_reference, moves_only=True),
 )

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 
 
 @dataclass(slots=True)
@@ -185,10 +185,6 @@ def _expert_linear_fake(given: ExpertLinear) -> Tensor:
 
 
 EXPERT_LINEAR = declare(
-    Op(
-        "expert_linear",
-        ExpertLinear,
-        _expert_linear_fake,
-        triton_or_reference(expert_linear_triton, expert_linear_reference),
-    )
+    "expert_linear", ExpertLinear, _expert_linear_fake,
+    triton_or_reference(expert_linear_triton, expert_linear_reference),
 )

@@ -22,7 +22,7 @@ from specgraph.kernels.checks import require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.linear.norm import RmsNorm, rms_norm_reference, rms_norm_row
 from specgraph.kernels.linear.strides import Rows, aligned
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
 """The functions of a gate."""
@@ -111,10 +111,6 @@ def _gated_rms_norm_fake(given: GatedRmsNorm) -> Tensor:
 
 
 GATED_RMS_NORM = declare(
-    Op(
-        "gated_rms_norm",
-        GatedRmsNorm,
-        _gated_rms_norm_fake,
-        triton_or_reference(gated_rms_norm_triton, gated_rms_norm_reference),
-    )
+    "gated_rms_norm", GatedRmsNorm, _gated_rms_norm_fake,
+    triton_or_reference(gated_rms_norm_triton, gated_rms_norm_reference),
 )

@@ -24,7 +24,7 @@ from specgraph.kernels.checks import require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.linear.norm import RmsNorm, rms_norm_reference, rms_norm_row
 from specgraph.kernels.linear.strides import ALIGNED, aligned
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 
 
 @dataclass(slots=True)
@@ -130,6 +130,4 @@ def _rms_norms_fake(given: RmsNorms) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in given.inputs]
 
 
-RMS_NORMS = declare(
-    Op("rms_norms", RmsNorms, _rms_norms_fake, triton_or_reference(rms_norms_triton, rms_norms_reference))
-)
+RMS_NORMS = declare("rms_norms", RmsNorms, _rms_norms_fake, triton_or_reference(rms_norms_triton, rms_norms_reference))

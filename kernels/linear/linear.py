@@ -54,7 +54,7 @@ from specgraph.kernels.linear.product import (
     launch_tiles,
     tiles,
 )
-from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 
 _GELU_TANH = functools.partial(functional.gelu, approximate="tanh")
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -309,32 +309,20 @@ def _linear_norm_fake(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 LINEAR = declare(
-    Op(
-        "linear",
-        Linear,
-        _linear_fake,
-        (
-            Variant("hopper", linear_hopper, batch_invariant=True, covers=_hopper_covers),
-            *triton_or_reference(linear_triton, linear_reference, covers=not_float64("x")),
-        ),
-    )
+    "linear", Linear, _linear_fake,
+    (
+        Variant("hopper", linear_hopper, batch_invariant=True, covers=_hopper_covers),
+        *triton_or_reference(linear_triton, linear_reference, covers=not_float64("x")),
+    ),
 )
 LINEAR_NORM = declare(
-    Op(
-        "linear_norm",
-        LinearNorm,
-        _linear_norm_fake,
-        (
-            Variant("hopper", linear_norm_hopper, batch_invariant=True, covers=_hopper_covers),
-            *triton_or_reference(linear_norm_triton, linear_norm_reference, covers=not_float64("x")),
-        ),
-    )
+    "linear_norm", LinearNorm, _linear_norm_fake,
+    (
+        Variant("hopper", linear_norm_hopper, batch_invariant=True, covers=_hopper_covers),
+        *triton_or_reference(linear_norm_triton, linear_norm_reference, covers=not_float64("x")),
+    ),
 )
 NORM_PARTS = declare(
-    Op(
-        "norm_parts",
-        NormParts,
-        _norm_parts_fake,
-        triton_or_reference(norm_parts_triton, norm_parts_reference, covers=not_float64("x")),
-    )
+    "norm_parts", NormParts, _norm_parts_fake,
+    triton_or_reference(norm_parts_triton, norm_parts_reference, covers=not_float64("x")),
 )

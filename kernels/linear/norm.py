@@ -32,7 +32,7 @@ from torch import Tensor
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from specgraph.kernels.linear.strides import Rows, aligned
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -344,16 +344,12 @@ def _row_mean_fake(given: RowMean) -> Tensor:
     return given.x.new_empty((*given.x.shape[:-1], 1))
 
 
-RMS_NORM = declare(Op("rms_norm", RmsNorm, _rms_norm_fake, triton_or_reference(rms_norm_triton, rms_norm_reference)))
+RMS_NORM = declare("rms_norm", RmsNorm, _rms_norm_fake, triton_or_reference(rms_norm_triton, rms_norm_reference))
 RMS_NORM_PAIR = declare(
-    Op(
-        "rms_norm_pair",
-        RmsNormPair,
-        _rms_norm_pair_fake,
-        triton_or_reference(rms_norm_pair_triton, rms_norm_pair_reference),
-    )
+    "rms_norm_pair", RmsNormPair, _rms_norm_pair_fake,
+    triton_or_reference(rms_norm_pair_triton, rms_norm_pair_reference),
 )
 LAYER_NORM = declare(
-    Op("layer_norm", LayerNorm, _layer_norm_fake, triton_or_reference(layer_norm_triton, layer_norm_reference))
+    "layer_norm", LayerNorm, _layer_norm_fake, triton_or_reference(layer_norm_triton, layer_norm_reference),
 )
-ROW_MEAN = declare(Op("row_mean", RowMean, _row_mean_fake, triton_or_reference(row_mean_triton, row_mean_reference)))
+ROW_MEAN = declare("row_mean", RowMean, _row_mean_fake, triton_or_reference(row_mean_triton, row_mean_reference))

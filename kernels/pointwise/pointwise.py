@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.pointwise.pointwise_triton import COMPUTED, pointwise_kernel
 from specgraph.kernels.pointwise.program import evaluate, result_dtypes
 
@@ -68,6 +68,5 @@ def _shape(given: Pointwise) -> torch.Size:
 
 
 POINTWISE = declare(
-    Op("pointwise", Pointwise, _pointwise_fake,
-       triton_or_reference(pointwise_triton, pointwise_reference, covers=_covers))
+    "pointwise", Pointwise, _pointwise_fake, triton_or_reference(pointwise_triton, pointwise_reference, covers=_covers),
 )

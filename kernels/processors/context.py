@@ -152,4 +152,4 @@ def declare_processor(
         return empty(given.logits)
 
     forms = triton_or_reference(triton, reference, covers=not_float64("logits"), moves_only=moves_only)
-    return declare(Op(name, arguments, fake, with_cpu(forms, cpu)))
+    return declare(name, arguments, fake, with_cpu(forms, cpu))

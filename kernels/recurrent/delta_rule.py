@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, CachedDeltaRule, GatedDeltaRule, exact
 from specgraph.kernels.recurrent.channel_gates_triton import channel_gates_triton
 from specgraph.kernels.recurrent.delta_rule_chunks import covers_chunks, gated_delta_rule_chunks
@@ -237,29 +237,20 @@ def _triton(given: CachedDeltaRule) -> Tensor:
 
 
 GATED_DELTA_RULE = declare(
-    Op(
-        "gated_delta_rule",
-        GatedDeltaRule,
-        _gated_delta_rule_fake,
-        (
-            Variant("library", gated_delta_rule_chunks, batch_invariant=False, covers=covers_chunks),
-            Variant("cpu", gated_delta_rule_chunks, batch_invariant=False, covers=covers_chunks),
-            Variant("reference", gated_delta_rule_reference, batch_invariant=False),
-        ),
-    )
+    "gated_delta_rule", GatedDeltaRule, _gated_delta_rule_fake,
+    (
+        Variant("library", gated_delta_rule_chunks, batch_invariant=False, covers=covers_chunks),
+        Variant("cpu", gated_delta_rule_chunks, batch_invariant=False, covers=covers_chunks),
+        Variant("reference", gated_delta_rule_reference, batch_invariant=False),
+    ),
 )
 CACHED_DELTA_RULE = declare(
-    Op(
-        "cached_delta_rule",
-        CachedDeltaRule,
-        _cached_delta_rule_fake,
-        with_cpu(
-            triton_or_reference(_triton, cached_delta_rule_reference, covers=not_float64("v")),
-            cached_delta_rule_cpu,
-            covers=covers_cpu,
-        ),
-        mutates=("state", "chunk_k", "chunk_delta", "chunk_g", "chunk_a"),
-    )
+    "cached_delta_rule", CachedDeltaRule, _cached_delta_rule_fake,
+    with_cpu(
+        triton_or_reference(_triton, cached_delta_rule_reference, covers=not_float64("v")), cached_delta_rule_cpu,
+        covers=covers_cpu,
+    ),
+    mutates=("state", "chunk_k", "chunk_delta", "chunk_g", "chunk_a"),
 )
 
 

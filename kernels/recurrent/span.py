@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 
 
 class Span(NamedTuple):
@@ -184,19 +184,10 @@ def _settle_span_fake(given: SettleSpan) -> None:
 
 
 RECURRENT_SPAN = declare(
-    Op(
-        "recurrent_span",
-        RecurrentSpan,
-        _recurrent_span_fake,
-        triton_or_reference(recurrent_span_triton, recurrent_span_reference, moves_only=True),
-    )
+    "recurrent_span", RecurrentSpan, _recurrent_span_fake,
+    triton_or_reference(recurrent_span_triton, recurrent_span_reference, moves_only=True),
 )
 SETTLE_SPAN = declare(
-    Op(
-        "settle_span",
-        SettleSpan,
-        _settle_span_fake,
-        triton_or_reference(settle_span_triton, settle_span_reference, moves_only=True),
-        mutates=("settled",),
-    )
+    "settle_span", SettleSpan, _settle_span_fake,
+    triton_or_reference(settle_span_triton, settle_span_reference, moves_only=True), mutates=("settled",),
 )

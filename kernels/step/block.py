@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 
 
 @dataclass(slots=True)
@@ -94,11 +94,7 @@ def _block_rows_fake(given: BlockRows) -> tuple[Tensor, Tensor]:
 
 
 BLOCK_ROWS = declare(
-    Op(
-        "block_rows",
-        BlockRows,
-        _block_rows_fake,
-        triton_or_reference(block_rows_triton, block_rows_reference, moves_only=True),
-    )
+    "block_rows", BlockRows, _block_rows_fake,
+    triton_or_reference(block_rows_triton, block_rows_reference, moves_only=True),
 )
 block_rows = BLOCK_ROWS.function

@@ -45,7 +45,7 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import arrival_counters, gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.writes import writes
 
 TILE = 1024
@@ -307,21 +307,12 @@ def _record_tokens_fake(given: RecordTokens) -> None:
 
 
 NGRAM_LOOKUP = declare(
-    Op(
-        "ngram_lookup",
-        NgramLookup,
-        _ngram_lookup_fake,
-        triton_or_reference(ngram_lookup_triton, ngram_lookup_reference, moves_only=True),
-    )
+    "ngram_lookup", NgramLookup, _ngram_lookup_fake,
+    triton_or_reference(ngram_lookup_triton, ngram_lookup_reference, moves_only=True),
 )
 ngram_lookup = NGRAM_LOOKUP.function
 RECORD_TOKENS = declare(
-    Op(
-        "record_tokens",
-        RecordTokens,
-        _record_tokens_fake,
-        triton_or_reference(record_tokens_triton, record_tokens_reference, moves_only=True),
-        mutates=("history",),
-    )
+    "record_tokens", RecordTokens, _record_tokens_fake,
+    triton_or_reference(record_tokens_triton, record_tokens_reference, moves_only=True), mutates=("history",),
 )
 record_tokens_ = writes(*RECORD_TOKENS.mutates, final=False)(RECORD_TOKENS.function)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.writes import writes
 
 _BLOCK = 1024
@@ -253,24 +253,15 @@ def _keep_rows_fake(given: KeepRows) -> None:
         check_batch(name, values, given.tokens.shape[0])
 
 
-RERUN = declare(Op("rerun", Rerun, _rerun_fake, triton_or_reference(rerun_triton, rerun_reference, moves_only=True)))
+RERUN = declare("rerun", Rerun, _rerun_fake, triton_or_reference(rerun_triton, rerun_reference, moves_only=True))
 rerun = RERUN.function
 NEXT_MODULE_TOKENS = declare(
-    Op(
-        "next_module_tokens",
-        NextModuleTokens,
-        _next_module_tokens_fake,
-        triton_or_reference(next_module_tokens_triton, next_module_tokens_reference, moves_only=True),
-    )
+    "next_module_tokens", NextModuleTokens, _next_module_tokens_fake,
+    triton_or_reference(next_module_tokens_triton, next_module_tokens_reference, moves_only=True),
 )
 next_module_tokens = NEXT_MODULE_TOKENS.function
 KEEP_ROWS = declare(
-    Op(
-        "keep_rows",
-        KeepRows,
-        _keep_rows_fake,
-        triton_or_reference(keep_rows_triton, keep_rows_reference, moves_only=True),
-        mutates=("kept_tokens", "kept_hidden", "num_kept"),
-    )
+    "keep_rows", KeepRows, _keep_rows_fake, triton_or_reference(keep_rows_triton, keep_rows_reference, moves_only=True),
+    mutates=("kept_tokens", "kept_hidden", "num_kept"),
 )
 keep_rows_ = writes(*KEEP_ROWS.mutates)(KEEP_ROWS.function)

@@ -18,7 +18,7 @@ from torch import Tensor
 from specgraph.kernels.attention.arguments import PADDING_SLOT
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
 
 _BLOCK = 1024
@@ -329,42 +329,25 @@ def _expand_draft_inputs_fake(given: ExpandDraftInputs) -> tuple[Tensor, Tensor,
 
 
 CONSECUTIVE_POSITIONS = declare(
-    Op(
-        "consecutive_positions",
-        ConsecutivePositions,
-        _consecutive_positions_fake,
-        triton_or_reference(consecutive_positions_triton, consecutive_positions_reference, moves_only=True),
-    )
+    "consecutive_positions", ConsecutivePositions, _consecutive_positions_fake,
+    triton_or_reference(consecutive_positions_triton, consecutive_positions_reference, moves_only=True),
 )
 consecutive_positions = CONSECUTIVE_POSITIONS.function
 ROW_SLOTS = declare(
-    Op(
-        "row_slots",
-        RowSlots,
-        _row_slots_fake,
-        with_cpu(
-            triton_or_reference(row_slots_triton, row_slots_reference, moves_only=True),
-            row_slots_cpu,
-            covers=lambda given: is_small(given.positions),
-        ),
-    )
+    "row_slots", RowSlots, _row_slots_fake,
+    with_cpu(
+        triton_or_reference(row_slots_triton, row_slots_reference, moves_only=True), row_slots_cpu,
+        covers=lambda given: is_small(given.positions),
+    ),
 )
 row_slots = ROW_SLOTS.function
 CONSECUTIVE_ROWS = declare(
-    Op(
-        "consecutive_rows",
-        ConsecutiveRows,
-        _consecutive_rows_fake,
-        triton_or_reference(consecutive_rows_triton, consecutive_rows_reference, moves_only=True),
-    )
+    "consecutive_rows", ConsecutiveRows, _consecutive_rows_fake,
+    triton_or_reference(consecutive_rows_triton, consecutive_rows_reference, moves_only=True),
 )
 consecutive_rows = CONSECUTIVE_ROWS.function
 EXPAND_DRAFT_INPUTS = declare(
-    Op(
-        "expand_draft_inputs",
-        ExpandDraftInputs,
-        _expand_draft_inputs_fake,
-        triton_or_reference(expand_draft_inputs_triton, expand_draft_inputs_reference, moves_only=True),
-    )
+    "expand_draft_inputs", ExpandDraftInputs, _expand_draft_inputs_fake,
+    triton_or_reference(expand_draft_inputs_triton, expand_draft_inputs_reference, moves_only=True),
 )
 expand_draft_inputs = EXPAND_DRAFT_INPUTS.function

@@ -55,7 +55,7 @@ from torch import Tensor
 from specgraph.kernels import gpus
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.ngram import check_rows
 from specgraph.kernels.step.suffix_kernels import match_kernel, vote_kernel
 
@@ -220,11 +220,7 @@ def _has_counters(given: SuffixLookup) -> bool:
 
 
 SUFFIX_LOOKUP = declare(
-    Op(
-        "suffix_lookup",
-        SuffixLookup,
-        _suffix_lookup_fake,
-        triton_or_reference(suffix_lookup_triton, suffix_lookup_reference, covers=_has_counters, moves_only=True),
-    )
+    "suffix_lookup", SuffixLookup, _suffix_lookup_fake,
+    triton_or_reference(suffix_lookup_triton, suffix_lookup_reference, covers=_has_counters, moves_only=True),
 )
 suffix_lookup = SUFFIX_LOOKUP.function

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.side_by_side import column_of, side_by_side
 
 _NAN_BITS, _NO_ENTRY = tl.constexpr(0x7FC00000), tl.constexpr(2**31 - 1)
@@ -342,29 +342,16 @@ def _trace_columns_fake(given: TraceColumns) -> Tensor:
 
 
 TRACE_TOKENS = declare(
-    Op(
-        "trace_tokens",
-        TraceTokens,
-        _trace_tokens_fake,
-        triton_or_reference(trace_tokens_triton, trace_tokens_reference, moves_only=True),
-    )
+    "trace_tokens", TraceTokens, _trace_tokens_fake,
+    triton_or_reference(trace_tokens_triton, trace_tokens_reference, moves_only=True),
 )
 trace_tokens = TRACE_TOKENS.function
 DRAWN_IDS = declare(
-    Op(
-        "drawn_ids",
-        DrawnIds,
-        _drawn_ids_fake,
-        triton_or_reference(drawn_ids_triton, drawn_ids_reference, moves_only=True),
-    )
+    "drawn_ids", DrawnIds, _drawn_ids_fake, triton_or_reference(drawn_ids_triton, drawn_ids_reference, moves_only=True),
 )
 drawn_ids = DRAWN_IDS.function
 TRACE_COLUMNS = declare(
-    Op(
-        "trace_columns",
-        TraceColumns,
-        _trace_columns_fake,
-        triton_or_reference(trace_columns_triton, trace_columns_reference, moves_only=True),
-    )
+    "trace_columns", TraceColumns, _trace_columns_fake,
+    triton_or_reference(trace_columns_triton, trace_columns_reference, moves_only=True),
 )
 trace_columns = TRACE_COLUMNS.function

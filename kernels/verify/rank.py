@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference
+from specgraph.kernels.ops import declare, not_float64, triton_or_reference
 
 _TILE = 4096
 """The most logits that a program compares at a time."""
@@ -110,10 +110,6 @@ def _rank_fake(given: Rank) -> Tensor:
 
 
 RANK = declare(
-    Op(
-        "rank",
-        Rank,
-        _rank_fake,
-        triton_or_reference(rank_triton, rank_reference, covers=not_float64("logits"), moves_only=True),
-    )
+    "rank", Rank, _rank_fake,
+    triton_or_reference(rank_triton, rank_reference, covers=not_float64("logits"), moves_only=True),
 )

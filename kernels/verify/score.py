@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW, TL_STREAM_TARGET
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.gumbel import NO_TOKEN, TILE, WARPS, aligned, exponent_scale, load_floors, split_size
@@ -222,4 +222,4 @@ def _score_fake(given: Score) -> Scored:
     return Scored(*(given.logits.new_empty(shape, dtype=kind) for kind in kinds))
 
 
-SCORE = declare(Op("score", Score, _score_fake, triton_or_reference(score_triton, score_reference, covers=covers)))
+SCORE = declare("score", Score, _score_fake, triton_or_reference(score_triton, score_reference, covers=covers))

@@ -49,7 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
 from specgraph.kernels.sampling.kept import is_wide, process_rows
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.step.index import select_state
@@ -121,10 +121,6 @@ def _verify_fake(given: Verify) -> Verified:
 
 
 VERIFY = declare(
-    Op(
-        "verify",
-        Verify,
-        _verify_fake,
-        with_cpu(triton_or_reference(verify_triton, verify_reference, covers=covers), verify_cpu, covers=covers_cpu),
-    )
+    "verify", Verify, _verify_fake,
+    with_cpu(triton_or_reference(verify_triton, verify_reference, covers=covers), verify_cpu, covers=covers_cpu),
 )

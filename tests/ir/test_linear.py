@@ -25,7 +25,7 @@ from specgraph.frontend.tracing import trace
 from specgraph.ir import linear as linears
 from specgraph.ir.linear import DENSE, Scheme, describe
 from specgraph.ir.traffic import reads_of
-from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.ops import Variant, declare
 from specgraph.passes.few_rows import FewRows
 from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import first
@@ -70,7 +70,7 @@ def _int8_fake(given: Int8Linear) -> Tensor:
     return given.x.new_empty((*given.x.shape[:-1], given.packed.shape[0]))
 
 
-declare(Op("toy_int8_linear", Int8Linear, _int8_fake, (Variant("reference", _int8_reference, batch_invariant=True),)))
+declare("toy_int8_linear", Int8Linear, _int8_fake, (Variant("reference", _int8_reference, batch_invariant=True),))
 
 
 class Int8(Scheme):

@@ -96,7 +96,7 @@ def test_the_first_variant_that_covers_the_arguments_computes_them() -> None:
         Variant("cpu", run("cpu"), batch_invariant=True, covers=small),
         Variant("reference", run("reference"), batch_invariant=False),
     )
-    op = declare(Op("scale", Scale, scale_fake, variants))
+    op = declare("scale", Scale, scale_fake, variants)
     call = torch.ops.specgraph_tests.scale
     assert call(torch.ones(2)).tolist() == [2, 2]
     assert call(torch.ones(3), 4.0, word="other").tolist() == [4, 4, 4]
@@ -110,9 +110,9 @@ def test_the_first_variant_that_covers_the_arguments_computes_them() -> None:
 
 @pytest.mark.usefixtures("scratch")
 def test_a_name_is_declared_once() -> None:
-    declare(Op("twice", Scale, scale_fake, (REFERENCE,)))
+    declare("twice", Scale, scale_fake, (REFERENCE,))
     with pytest.raises(ValueError, match=r"An op twice is declared already, with the arguments \(Tensor x, float fac"):
-        declare(Op("twice", Scale, scale_fake, (REFERENCE,)))
+        declare("twice", Scale, scale_fake, (REFERENCE,))
 
 
 def test_the_first_variant_makes_the_promise() -> None:
