@@ -1,7 +1,7 @@
 """What the launches of several kernels share: programmatic dependent launch, and counters for the last arrival.
 
 Programmatic dependent launch (Hopper and later) starts a kernel's programs while the preceding kernel still runs. A
-kernel that is launched with :func:`launch_options` must keep to three rules. Then it is correct after any kernel:
+kernel that is launched by :func:`launch` must keep to three rules. Then it is correct after any kernel:
 
 1. :func:`gdc_wait` comes before the first read of anything that an earlier kernel may have written, and
    before the first write of anything at all, since an earlier kernel may still be reading it. Any number of kernels may
@@ -76,6 +76,32 @@ def gdc_launch_dependents(PDL: tl.constexpr):
     """Let the programs of the next kernel start while this kernel still runs. Without ``PDL`` this does nothing."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch ``kernel``, which has the switch ``PDL``. An empty grid is nothing.
+
+    Its first argument is a tensor on the device, or several of them.
+    """
+    if 0 not in grid:
+        first = arguments[0]
+        pdl = supports_pdl((first if isinstance(first, Tensor) else first[0]).device)
+        kernel[grid](*arguments, PDL=pdl, **options, **launch_options(pdl))
+
+
+def block_size(width: int, most: int) -> int:
+    """The elements that a program takes of ``width`` in a row: a power of two that holds all of them, or ``most``."""
+    return min(1 << max(width - 1, 0).bit_length(), most)
+
+
+def contiguous(given: object, *names: str) -> list[Any]:
+    """The arguments of these names as most kernels read them: their elements lie together. None stays None."""
+    return [None if (x := getattr(given, name)) is None else x.contiguous() for name in names]
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """``x``, or a copy of it whose last dimension lies together."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:

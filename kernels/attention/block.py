@@ -133,7 +133,7 @@ def _paged_block_attention_fake(given: PagedBlockAttention) -> Tensor:
     rows = (given.q.shape[0], given.q.shape[2])
     require(given.positions.shape == rows, lambda: f"positions must be {rows}, not {tuple(given.positions.shape)}")
     require(given.block_table.dim() == 2, lambda: "block_table must be [B, M]")
-    check_batch("block_table", given.block_table, rows[0])
+    check_batch(given, rows[0], "block_table")
     return _empty(given)
 
 

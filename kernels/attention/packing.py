@@ -18,6 +18,7 @@ others.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -25,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import block_size, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
 _BLOCK = 1024
@@ -225,53 +226,46 @@ def _take_packed_rows_kernel(
 def packed_places_triton(given: PackedPlaces) -> tuple[Tensor, Tensor]:
     """:class:`PackedPlaces` in one kernel."""
     cu_seqlens, source = _packed_places_fake(given)
-    batch, pdl = len(given.num_rows), supports_pdl(source.device)
-    _packed_places_kernel[(batch + 1, triton.cdiv(len(source), _BLOCK))](
-        cu_seqlens, source, given.num_rows.contiguous(), batch, given.width, len(source),
-        SEQUENCES=triton.next_power_of_2(batch + 1), BLOCK=_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl),
+    batch = len(given.num_rows)
+    launch(
+        _packed_places_kernel, (batch + 1, triton.cdiv(len(source), _BLOCK)), cu_seqlens, source,
+        given.num_rows.contiguous(), batch, given.width, len(source), SEQUENCES=triton.next_power_of_2(batch + 1),
+        BLOCK=_BLOCK, num_warps=4,
     )
     return cu_seqlens, source
 
 
 def pack_rows_triton(given: PackRows) -> Tensor:
     """:class:`PackRows` in one kernel."""
-    values, packed = given.values.contiguous(), _pack_rows_fake(given)
-    if packed.numel():
-        size, options = _parts(packed, packed.shape[1])
-        grid = (packed.shape[1], triton.cdiv(size, options["BLOCK"]))
-        _pack_rows_kernel[grid](packed, values, given.source, size, FILL=given.fill, **options)
+    packed = _pack_rows_fake(given)
+    _copy_rows(_pack_rows_kernel, packed, given.values, given.source, FILL=given.fill)
     return packed
 
 
 def unpack_rows_triton(given: UnpackRows) -> Tensor:
     """:class:`UnpackRows` in one kernel."""
-    values, unpacked = given.values.contiguous(), _unpack_rows_fake(given)
-    if unpacked.numel():
-        rows = unpacked.shape[0] * given.width
-        size, options = _parts(unpacked, rows)
-        grid = (rows, triton.cdiv(size, options["BLOCK"]))
-        _unpack_rows_kernel[grid](unpacked, values, given.cu_seqlens, given.width, size, **options)
+    unpacked = _unpack_rows_fake(given)
+    _copy_rows(_unpack_rows_kernel, unpacked, given.values, given.cu_seqlens, given.width)
     return unpacked
 
 
 def take_packed_rows_triton(given: TakePackedRows) -> Tensor:
     """:class:`TakePackedRows` in one kernel."""
-    values, taken = given.values.contiguous(), _take_packed_rows_fake(given)
-    if taken.numel():
-        rows, room = taken.shape[0] * given.count, values.shape[1]
-        latest = room if given.width is None else given.width - given.count
-        size, options = _parts(taken, rows)
-        _take_packed_rows_kernel[(rows, triton.cdiv(size, options["BLOCK"]))](
-            taken, values, given.cu_seqlens, given.first.contiguous(), given.count, latest, room, size, **options
-        )
+    taken, room = _take_packed_rows_fake(given), given.values.shape[1]
+    latest = room if given.width is None else given.width - given.count
+    places = (given.cu_seqlens, given.first.contiguous(), given.count, latest, room)
+    _copy_rows(_take_packed_rows_kernel, taken, given.values, *places)
     return taken
 
 
-def _parts(result: Tensor, rows: int) -> tuple[int, dict[str, object]]:
-    """The elements of a row of a result of so many rows, and how a kernel copies a row in parts."""
-    size, pdl = result.numel() // rows, supports_pdl(result.device)
-    block = min(triton.next_power_of_2(size), _BLOCK)
-    return size, {"BLOCK": block, "PDL": pdl, "num_warps": 1 if block < 128 else 4, **launch_options(pdl)}
+def _copy_rows(kernel: Any, result: Tensor, values: Tensor, *places: Tensor | int, **constants: int) -> None:
+    """Fill ``result`` ``[B, T, ...]`` with rows of ``values``, by programs that copy a part of a row each."""
+    size = result.shape[2:].numel()
+    block = block_size(size, _BLOCK)
+    launch(
+        kernel, (result.shape[:2].numel(), triton.cdiv(size, block)), result, values.contiguous(), *places, size,
+        BLOCK=block, num_warps=1 if block < 128 else 4, **constants,
+    )
 
 
 def _room(given: PackedPlaces) -> int:
@@ -299,7 +293,7 @@ def _unpack_rows_fake(given: UnpackRows) -> Tensor:
 def _take_packed_rows_fake(given: TakePackedRows) -> Tensor:
     values, starts, count = given.values, given.cu_seqlens, given.count
     _check_packed(values, starts)
-    check_batch("first", given.first, starts.shape[0] - 2)
+    check_batch(given, starts.shape[0] - 2, "first")
     fits = given.width is None or count <= given.width
     require(fits, lambda: f"there are no {count} rows together in a line of the grid")
     return values.new_empty(starts.shape[0] - 2, count, *values.shape[2:])

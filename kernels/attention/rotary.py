@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -102,15 +102,12 @@ def _rotary_angles_kernel(
 def rotary_angles_triton(given: RotaryAngles) -> tuple[Tensor, Tensor]:
     """:class:`RotaryAngles` in one kernel, one program per token."""
     cos, sin = _rotary_angles_fake(given)
-    if cos.numel() == 0:
-        return cos, sin
-    positions, inv_freq = given.positions, given.inv_freq
-    width, pdl = cos.shape[-1], supports_pdl(cos.device)
-    _rotary_angles_kernel[(positions.numel(),)](
-        cos, sin, positions.contiguous(), inv_freq.contiguous(), SCALING=given.scaling, MAX=given.max_position,
-        FREQUENCIES=inv_freq.shape[0], WIDTH=width, PAIRS=given.layout == "pairs",
-        BLOCK=triton.next_power_of_2(width), EXACT=tl.float64 if inv_freq.dtype == torch.float64 else tl.float32,
-        PDL=pdl, num_warps=4 if width > 64 else 2, **launch_options(pdl),
+    positions, inv_freq, width = given.positions, given.inv_freq, cos.shape[-1]
+    launch(
+        _rotary_angles_kernel, (positions.numel(),), cos, sin, *contiguous(given, "positions", "inv_freq"),
+        SCALING=given.scaling, MAX=given.max_position, FREQUENCIES=inv_freq.shape[0], WIDTH=width,
+        PAIRS=given.layout == "pairs", BLOCK=triton.next_power_of_2(width),
+        EXACT=tl.float64 if inv_freq.dtype == torch.float64 else tl.float32, num_warps=4 if width > 64 else 2,
     )
     return cos, sin
 

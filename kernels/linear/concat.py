@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import block_size, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
 _BLOCK = 1024
@@ -58,15 +58,11 @@ def _concat_kernel(out, parts, WIDTHS: tl.constexpr, TOTAL: tl.constexpr, BLOCK:
 
 def concat_triton(given: Concat) -> Tensor:
     """:class:`Concat` in one kernel."""
-    out = _concat_fake(given)
-    if out.numel() == 0:
-        return out
-    widths, pdl = tuple(part.shape[-1] for part in given.parts), supports_pdl(out.device)
-    block = min(_BLOCK, triton.next_power_of_2(max(widths)))
-    grid = (out.numel() // out.shape[-1], triton.cdiv(max(widths), block), len(widths))
-    _concat_kernel[grid](
-        out, tuple(part.contiguous() for part in given.parts), WIDTHS=widths, TOTAL=out.shape[-1], BLOCK=block, PDL=pdl,
-        num_warps=4, **launch_options(pdl),
+    out, widths = _concat_fake(given), tuple(part.shape[-1] for part in given.parts)
+    block = block_size(max(widths), _BLOCK)
+    launch(
+        _concat_kernel, (out.shape[:-1].numel(), triton.cdiv(max(widths), block), len(widths)), out,
+        tuple(part.contiguous() for part in given.parts), WIDTHS=widths, TOTAL=out.shape[-1], BLOCK=block, num_warps=4,
     )
     return out
 

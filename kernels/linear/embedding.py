@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import block_size, contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
 _BLOCK = 1024
@@ -57,13 +57,11 @@ def _embedding_kernel(out, weight, tokens, WIDTH: tl.constexpr, BLOCK: tl.conste
 def embedding_triton(given: Embedding) -> Tensor:
     """:class:`Embedding` in one kernel."""
     out = _embedding_fake(given)
-    if out.numel() == 0:
-        return out
-    width, pdl = out.shape[-1], supports_pdl(out.device)
-    block = min(_BLOCK, triton.next_power_of_2(width))
-    _embedding_kernel[(given.tokens.numel(), triton.cdiv(width, block))](
-        out, given.weight.contiguous(), given.tokens.contiguous(), WIDTH=width, BLOCK=block, PDL=pdl, num_warps=4,
-        **launch_options(pdl),
+    width = out.shape[-1]
+    block = block_size(width, _BLOCK)
+    launch(
+        _embedding_kernel, (given.tokens.numel(), triton.cdiv(width, block)), out,
+        *contiguous(given, "weight", "tokens"), WIDTH=width, BLOCK=block, num_warps=4,
     )
     return out
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
 
@@ -161,16 +161,13 @@ def expert_linear_triton(given: ExpertLinear) -> Tensor:
     if out.numel() == 0:
         return out
     order, counts = ids.new_empty((experts, rows), dtype=torch.int32), ids.new_empty(experts)
-    pdl = supports_pdl(x.device)
-    _group_kernel[(experts,)](
-        order, counts, ids.contiguous(), rows, BLOCK=_GROUP_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl)
-    )
+    launch(_group_kernel, (experts,), order, counts, ids.contiguous(), rows, BLOCK=_GROUP_BLOCK, num_warps=4)
     tiling = tiles(rows, experts, inner, x.element_size())
-    _expert_linear_kernel[(triton.cdiv(outer, tiling.block_o), experts)](
-        out, x.contiguous(), weight, None if bias is None else bias.contiguous(), order, counts, rows,
-        stride_e, stride_o, stride_k, INNER=inner, OUTER=outer, BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k, EXACT=tl.float64 if x.dtype == torch.float64 else tl.float32, PDL=pdl,
-        num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(pdl),
+    launch(
+        _expert_linear_kernel, (triton.cdiv(outer, tiling.block_o), experts), out, x.contiguous(), weight,
+        None if bias is None else bias.contiguous(), order, counts, rows, stride_e, stride_o, stride_k, INNER=inner,
+        OUTER=outer, BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        EXACT=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=tiling.warps, num_stages=tiling.stages,
     )
     return out
 

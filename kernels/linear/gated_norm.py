@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.linear.norm import RmsNorm, rms_norm_reference, rms_norm_row
-from specgraph.kernels.linear.strides import Rows, aligned
+from specgraph.kernels.linear.strides import Rows, aligned, row_options
 from specgraph.kernels.ops import declare, triton_or_reference
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
@@ -81,16 +81,11 @@ def _gated_rms_norm_kernel(
 
 def gated_rms_norm_triton(given: GatedRmsNorm) -> Tensor:
     """:class:`GatedRmsNorm` in one kernel, one program per row."""
-    out = given.x.new_empty(given.x.shape)
-    if out.numel() == 0:
-        return out
-    x, gate, width = Rows.of(given.x), Rows.of(given.gate), given.x.shape[-1]
-    block, pdl = triton.next_power_of_2(width), supports_pdl(out.device)
-    _gated_rms_norm_kernel[(x.count,)](
-        out, x.x, gate.x, aligned(given.weight), *x.arguments(), *gate.arguments(), EPS=given.eps, OFFSET=given.offset,
-        SILU=given.activation == "silu", WIDTH=width, BLOCK=block, ALIGNMENT=x.alignment,
-        EXACT=tl.float64 if out.dtype == torch.float64 else tl.float32, PDL=pdl,
-        num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
+    out, x, gate = given.x.new_empty(given.x.shape), Rows.of(given.x), Rows.of(given.gate)
+    launch(
+        _gated_rms_norm_kernel, (x.count,), out, x.x, gate.x, aligned(given.weight), *x.arguments(), *gate.arguments(),
+        EPS=given.eps, OFFSET=given.offset, SILU=given.activation == "silu",
+        **row_options(out.shape[-1], out.dtype),
     )
     return out
 

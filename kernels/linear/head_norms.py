@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.linear.norm import RmsNorm, rms_norm_reference, rms_norm_row
-from specgraph.kernels.linear.strides import ALIGNED, aligned
+from specgraph.kernels.linear.strides import aligned, alignment_of, row_options
 from specgraph.kernels.ops import declare, triton_or_reference
 
 
@@ -79,18 +79,15 @@ def _rms_norms_kernel(
 def rms_norms_triton(given: RmsNorms) -> list[Tensor]:
     """:class:`RmsNorms` in one kernel."""
     outs = _rms_norms_fake(given)
-    if outs[0].numel() == 0:
-        return outs
     batch, rows, _, width = outs[0].shape
-    alignment = ALIGNED if width % ALIGNED == 0 else 1
+    alignment = alignment_of(width)
     inputs = [_heads(x, alignment) for x in given.inputs]
-    heads, block, pdl = tuple(x.shape[2] for x in inputs), triton.next_power_of_2(width), supports_pdl(outs[0].device)
-    _rms_norms_kernel[(batch * rows, sum(heads))](
-        tuple(outs), tuple(inputs), tuple(aligned(weight) for weight in given.weights), HEADS=heads,
-        STRIDES=tuple(x.stride(1) // alignment for x in inputs),
-        APART=tuple(x.stride(2) // alignment for x in inputs), EPS=given.eps, OFFSET=given.offset, WIDTH=width,
-        BLOCK=block, ALIGNMENT=alignment, EXACT=tl.float64 if outs[0].dtype == torch.float64 else tl.float32, PDL=pdl,
-        num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
+    heads = tuple(x.shape[2] for x in inputs)
+    launch(
+        _rms_norms_kernel, (batch * rows, sum(heads)), tuple(outs), tuple(inputs),
+        tuple(aligned(weight) for weight in given.weights), HEADS=heads,
+        STRIDES=tuple(x.stride(1) // alignment for x in inputs), APART=tuple(x.stride(2) // alignment for x in inputs),
+        EPS=given.eps, OFFSET=given.offset, **row_options(width, outs[0].dtype),
     )
     return outs
 

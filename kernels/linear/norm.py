@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from specgraph.kernels.linear.strides import Rows, aligned
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
+from specgraph.kernels.linear.strides import Rows, aligned, row_options
 from specgraph.kernels.ops import declare, triton_or_reference
 
 
@@ -250,39 +250,25 @@ def _row_mean_kernel(
 
 def _launch(kernel: Any, rows: Rows, out: Tensor, *vectors: Tensor | None, **options: float) -> Tensor:
     """Launch one program per row. Everything that it is compiled for is a function of the width and the dtypes."""
-    width = rows.x.shape[-1]
-    block = triton.next_power_of_2(width)
-    pdl = supports_pdl(out.device)
-    kernel[(rows.count,)](
-        out, rows.x, *vectors, *rows.arguments(), **options, WIDTH=width, BLOCK=block, ALIGNMENT=rows.alignment,
-        EXACT=tl.float64 if rows.x.dtype == torch.float64 else tl.float32, PDL=pdl,
-        num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
-    )
+    own = row_options(rows.x.shape[-1], rows.x.dtype)
+    launch(kernel, (rows.count,), out, rows.x, *vectors, *rows.arguments(), **options, **own)
     return out
 
 
 def rms_norm_triton(given: RmsNorm) -> Tensor:
     """:class:`RmsNorm` in one kernel."""
     out = given.x.new_empty(given.x.shape)
-    if out.numel() == 0:
-        return out
     return _launch(_rms_norm_kernel, Rows.of(given.x), out, aligned(given.weight), EPS=given.eps, OFFSET=given.offset)
 
 
 def rms_norm_pair_triton(given: RmsNormPair) -> Tensor:
     """:class:`RmsNormPair` in one kernel, two programs per row."""
-    out = _rms_norm_pair_fake(given)
-    if out.numel() == 0:
-        return out
-    y, tokens, width = given.y, given.tokens, given.y.shape[-1]
+    out, y, tokens = _rms_norm_pair_fake(given), given.y, given.tokens
     left, right = Rows.of(given.x if tokens is None else given.x.contiguous()), Rows.of(y)
-    block, pdl = triton.next_power_of_2(width), supports_pdl(out.device)
-    _rms_norm_pair_kernel[(right.count, 2)](
-        out, left.x, right.x, aligned(given.x_weight), aligned(given.y_weight),
+    launch(
+        _rms_norm_pair_kernel, (right.count, 2), out, left.x, right.x, aligned(given.x_weight), aligned(given.y_weight),
         None if tokens is None else tokens.contiguous(), *left.arguments(), *right.arguments(), X_EPS=given.x_eps,
-        X_OFFSET=given.x_offset, Y_EPS=given.y_eps, Y_OFFSET=given.y_offset, WIDTH=width, BLOCK=block,
-        ALIGNMENT=right.alignment, EXACT=tl.float64 if y.dtype == torch.float64 else tl.float32, PDL=pdl,
-        num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
+        X_OFFSET=given.x_offset, Y_EPS=given.y_eps, Y_OFFSET=given.y_offset, **row_options(y.shape[-1], y.dtype),
     )
     return out
 
@@ -290,15 +276,12 @@ def rms_norm_pair_triton(given: RmsNormPair) -> Tensor:
 def layer_norm_triton(given: LayerNorm) -> Tensor:
     """:class:`LayerNorm` in one kernel."""
     out = given.x.new_empty(given.x.shape)
-    if out.numel() == 0:
-        return out
     return _launch(_layer_norm_kernel, Rows.of(given.x), out, aligned(given.weight), aligned(given.bias), EPS=given.eps)
 
 
 def row_mean_triton(given: RowMean) -> Tensor:
     """:class:`RowMean` in one kernel."""
-    out = given.x.new_empty((*given.x.shape[:-1], 1))
-    return out if out.numel() == 0 else _launch(_row_mean_kernel, Rows.of(given.x), out)
+    return _launch(_row_mean_kernel, Rows.of(given.x), given.x.new_empty((*given.x.shape[:-1], 1)))
 
 
 def _check_input(x: Tensor, **vectors: Tensor | None) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 ALIGNED = 16
@@ -34,7 +37,7 @@ class Rows:
     def of(cls, x: Tensor) -> Rows:
         """The rows of ``x``, or of a contiguous copy."""
         width = x.shape[-1]
-        alignment = ALIGNED if width % ALIGNED == 0 else 1
+        alignment = alignment_of(width)
         strides = _two_strides(x)
         aligned = x.data_ptr() % 16 == 0 if alignment > 1 else True
         if strides is None or not aligned or any(stride % alignment for stride in strides[1:]):
@@ -46,6 +49,18 @@ class Rows:
     def arguments(self) -> tuple[int, int, int]:
         """The arguments that kernels take after their tensors: ``group``, ``outer``, ``inner``."""
         return self.group, self.outer, self.inner
+
+
+def alignment_of(width: int) -> int:
+    """The elements of whose number the beginning of every row of this width is a multiple."""
+    return ALIGNED if width % ALIGNED == 0 else 1
+
+
+def row_options(width: int, dtype: torch.dtype) -> dict[str, Any]:
+    """How a program computes a whole row of this width and dtype: its constants, and the number of its warps."""
+    block, exact = triton.next_power_of_2(width), tl.float64 if dtype == torch.float64 else tl.float32
+    sizes = {"WIDTH": width, "BLOCK": block, "ALIGNMENT": alignment_of(width), "EXACT": exact}
+    return {**sizes, "num_warps": min(max(block // 512, 1), 32)}
 
 
 def _two_strides(x: Tensor) -> tuple[int, int, int] | None:

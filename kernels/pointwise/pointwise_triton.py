@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels import gpus
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.linear.strides import merged_dimensions
 from specgraph.kernels.pointwise.program import FUNCTIONS, evaluate, like
 
@@ -147,8 +147,7 @@ def pointwise_kernel(outs: list[Tensor], inputs: list[Tensor], program: str) -> 
     farthest = max(sum((size - 1) * stride for size, stride in place) for place in places)
     # Too few elements to give all multiprocessors a large tile are cut into small ones.
     block, warps = (_LARGE, 8) if total >= gpus.HOPPER.pointwise_tiles * _LARGE else (_SMALL, 2)
-    pdl = supports_pdl(outs[0].device)
-    kernel[triton.cdiv(total, block),](
-        *arguments, total, WIDE=max(total + block, farthest) >= 1 << 31, BLOCK=block, PDL=pdl, num_warps=warps,
-        enable_fp_fusion=False, **launch_options(pdl),
+    launch(
+        kernel, (triton.cdiv(total, block),), *arguments, total, WIDE=max(total + block, farthest) >= 1 << 31,
+        BLOCK=block, num_warps=warps, enable_fp_fusion=False,
     )

@@ -33,13 +33,13 @@ from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.launch import contiguous, dense_rows
 from specgraph.kernels.processors.context import (
     CONTEXT,
     Context,
     by_position,
     check_context,
     context_lengths,
-    contiguous,
     copied,
     declare_processor,
     load_context,
@@ -168,7 +168,7 @@ def add_biases_triton(given: AddBiases) -> Tensor:
     if out.numel() == 0:
         return out
     found = torch.empty(batch, count, words, dtype=torch.float32, device=logits.device)
-    history, *context = contiguous(given, *CONTEXT, "prompt_length")
+    history, context = dense_rows(given.history), contiguous(given, *CONTEXT, "prompt_length")
     tokens, ends, *rest = contiguous(given, "bias_tokens", "bias_ends", "bias_values", "bias_until")
     grid = (triton.cdiv(words, BLOCK), count, batch)
     _match_kernel[grid](
@@ -181,8 +181,8 @@ def add_biases_triton(given: AddBiases) -> Tensor:
 
 def _check(given: AddBiases) -> None:
     check_context(given)
-    for name in ("prompt_length", "bias_tokens", "bias_ends", "bias_values", "bias_until"):
-        check_batch(name, getattr(given, name), given.logits.shape[0])
+    names = ("prompt_length", "bias_tokens", "bias_ends", "bias_values", "bias_until")
+    check_batch(given, given.logits.shape[0], *names)
     alike = given.bias_ends.shape == given.bias_values.shape and given.bias_ends.shape == given.bias_until.shape
     require(given.bias_ends.dim() == 2 and alike, lambda: "bias_ends, bias_values and bias_until must be [B, L] alike")
     require(given.bias_tokens.dim() == 2, lambda: f"bias_tokens must be [B, P], not {given.bias_tokens.dim()}-d")

@@ -22,8 +22,8 @@ from torch import Tensor
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
 
-CONTEXT = ("history", "rows", "window", "start", "num_forced")
-"""The arguments that say what comes before a row, in the order in which kernels take them."""
+CONTEXT = ("rows", "window", "start", "num_forced")
+"""The arguments that say what comes before a row, in the order in which kernels take them behind the history."""
 
 
 @dataclass(slots=True)
@@ -55,8 +55,7 @@ def check_context(given: Context) -> None:
     """
     check_rows(given)
     require(given.history.dim() == 2, lambda: f"history must be [N, S], not {given.history.dim()}-d")
-    for name in ("rows", "window", "start", "num_forced"):
-        check_batch(name, getattr(given, name), given.logits.shape[0])
+    check_batch(given, given.logits.shape[0], *CONTEXT)
 
 
 def check_rows(given: Any) -> None:
@@ -131,14 +130,6 @@ def empty(logits: Tensor) -> Tensor:
 def copied(logits: Tensor) -> Tensor:
     """A copy of logits that changed ones are written to."""
     return empty(logits).copy_(logits)
-
-
-def contiguous(given: object, *names: str) -> list[Any]:
-    """Arguments as kernels take them. Those that are not given are None. Of a history, only the rows have to be
-    contiguous, because a copy of all sequences would be large."""
-    parts = [getattr(given, name) for name in names]
-    return [part if part is None or (n == "history" and part.stride(1) == 1) else part.contiguous()
-            for n, part in zip(names, parts, strict=True)]
 
 
 def declare_processor(

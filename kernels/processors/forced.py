@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch
-from specgraph.kernels.processors.context import check_rows, contiguous, copied, declare_processor, empty
+from specgraph.kernels.launch import contiguous
+from specgraph.kernels.processors.context import check_rows, copied, declare_processor, empty
 
 TILE = 4096
 """Logits of a program."""
@@ -124,9 +125,7 @@ def force_tokens_triton(given: ForceTokens) -> Tensor:
 
 def _check(given: ForceTokens) -> None:
     check_rows(given)
-    for name in PER_SEQUENCE:
-        if (values := getattr(given, name)) is not None:
-            check_batch(name, values, given.logits.shape[0])
+    check_batch(given, given.logits.shape[0], *PER_SEQUENCE)
 
 
 FORCE_TOKENS = declare_processor(

@@ -29,13 +29,13 @@ from torch import Tensor
 from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
+from specgraph.kernels.launch import contiguous, dense_rows
 from specgraph.kernels.processors.context import (
     CONTEXT,
     Context,
     by_position,
     check_context,
     context_lengths,
-    contiguous,
     copied,
     declare_processor,
     load_context,
@@ -129,7 +129,7 @@ def ban_ngrams_triton(given: BanNgrams) -> Tensor:
     batch, count, vocab = out.shape
     if out.numel() == 0:
         return out
-    history, *context = contiguous(given, *CONTEXT, "no_repeat_ngram_size")
+    history, context = dense_rows(given.history), contiguous(given, *CONTEXT, "no_repeat_ngram_size")
     parts = min(triton.cdiv(history.shape[1] + width, TILE), max(1, gpus.HOPPER.search_programs // (batch * count)))
     _ban_kernel[(parts, count, batch)](
         out, history, *context, history.stride(0), history.shape[1], count, width, vocab, TILE=TILE, num_warps=4
@@ -139,7 +139,7 @@ def ban_ngrams_triton(given: BanNgrams) -> Tensor:
 
 def _check(given: BanNgrams) -> None:
     check_context(given)
-    check_batch("no_repeat_ngram_size", given.no_repeat_ngram_size, given.logits.shape[0])
+    check_batch(given, given.logits.shape[0], "no_repeat_ngram_size")
 
 
 BAN_NGRAMS = declare_processor("ban_ngrams", BanNgrams, _check, ban_ngrams_triton, ban_ngrams_reference, ban_ngrams_cpu)

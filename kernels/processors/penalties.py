@@ -40,11 +40,11 @@ from torch import Tensor
 from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
+from specgraph.kernels.launch import contiguous, dense_rows
 from specgraph.kernels.processors.context import (
     CONTEXT,
     Context,
     check_context,
-    contiguous,
     copied,
     declare_processor,
     empty,
@@ -205,25 +205,23 @@ def penalise_triton(given: Penalise) -> Tensor:
     if out.numel() == 0:
         return out
     table = torch.zeros(batch, vocab, dtype=torch.int32, device=logits.device)
-    history, *shared = contiguous(given, *CONTEXT, "prompt_length")
+    history, shared = dense_rows(given.history), contiguous(given, *CONTEXT, "prompt_length")
     parts = min(triton.cdiv(history.shape[1] + width, TILE), max(1, gpus.HOPPER.count_programs // batch))
     _count_kernel[(parts, batch)](
         table, history, *shared, history.stride(0), history.shape[1], count, width, vocab,
         TILE=TILE, num_warps=4,
     )
-    options = contiguous(given, *PENALTIES)
     # Without contraction, a logit has the bits of the definition in PyTorch.
     _penalise_kernel[(triton.cdiv(vocab, TILE), count, batch)](
-        out, logits, table, *shared, *options, count, width, vocab, TILE=TILE, num_warps=4, enable_fp_fusion=False,
+        out, logits, table, *shared, *contiguous(given, *PENALTIES), count, width, vocab, TILE=TILE, num_warps=4,
+        enable_fp_fusion=False,
     )
     return out
 
 
 def _check(given: Penalise) -> None:
     check_context(given)
-    for name in ("prompt_length", *PENALTIES):
-        if (values := getattr(given, name)) is not None:
-            check_batch(name, values, given.logits.shape[0])
+    check_batch(given, given.logits.shape[0], "prompt_length", *PENALTIES)
 
 
 PENALISE = declare_processor("penalise", Penalise, _check, penalise_triton, penalise_reference, penalise_cpu)

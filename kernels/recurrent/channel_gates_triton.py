@@ -26,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import contiguous, dense_rows, launch
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, CachedDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_triton import begin_carrying
-from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, near_span, store_last_rows
+from specgraph.kernels.recurrent.last_rows import most_in_place, near_span, store_last_rows
 from specgraph.kernels.recurrent.tiles_triton import PRECISION, wait_for_others
 
 _COLUMNS, _WARPS, _STAGES = 32, 4, 2
@@ -238,9 +238,9 @@ def channel_gates_triton(given: CachedDeltaRule) -> Tensor:
     """
     batch, rows, heads, width = given.v.shape
     (groups, size), ring_size = given.k.shape[2:], given.chunk_k.shape[1]
-    q, k, v = (by_row(part) for part in (given.q, given.k, given.v))
-    beta, g = None if given.beta is None else given.beta.contiguous(), given.g.contiguous()
-    out, pdl = torch.empty(batch, rows, heads, width, dtype=v.dtype, device=v.device), supports_pdl(v.device)
+    q, k, v = (dense_rows(part) for part in (given.q, given.k, given.v))
+    g, beta = contiguous(given, "g", "beta")
+    out = torch.empty(batch, rows, heads, width, dtype=v.dtype, device=v.device)
     unsettled = most_in_place(ring_size, CHUNK - 1) - 1
     in_place, behind = rows <= unsettled + 1, CHUNK - 1 + unsettled
     # The rows of a call, behind as many as may be known since the boundary.
@@ -255,19 +255,18 @@ def channel_gates_triton(given: CachedDeltaRule) -> Tensor:
     chunk_delta, chunk_a = stored
     options: dict[str, Any] = {
         "HEADS": heads, "KEY": size, "RING": ring_size, "BEHIND": behind, "STORE": in_place, "CHUNK": CHUNK,
-        "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False, "PDL": pdl, **launch_options(pdl),
-        "num_warps": _WARPS,
+        "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False, "num_warps": _WARPS,
     }
-    _prepare_kernel[batch, chunks, heads](
-        q, k, g, beta, given.chunk_k, given.chunk_g, given.chunk_a, chunk_a, scores, w_q, w_k, w_update, decay,
-        given.span, given.scale, rows, chunks, *q.stride()[:3], *k.stride()[:3], GROUP=heads // groups,
-        NORMALISE=given.normalise, EPSILON=EPSILON, **options,
+    launch(
+        _prepare_kernel, (batch, chunks, heads), q, k, g, beta, given.chunk_k, given.chunk_g, given.chunk_a, chunk_a,
+        scores, w_q, w_k, w_update, decay, given.span, given.scale, rows, chunks, *q.stride()[:3], *k.stride()[:3],
+        GROUP=heads // groups, NORMALISE=given.normalise, EPSILON=EPSILON, **options,
     )
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
-    _carry_kernel[batch, heads, triton.cdiv(width, block)](
-        out, v, beta, given.state, given.chunk_delta, chunk_delta, chunk_a, scores, w_q, w_k, w_update, decay,
-        given.span, rows, chunks, *v.stride()[:3], VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES,
-        **options,
+    launch(
+        _carry_kernel, (batch, heads, triton.cdiv(width, block)), out, v, beta, given.state, given.chunk_delta,
+        chunk_delta, chunk_a, scores, w_q, w_k, w_update, decay, given.span, rows, chunks, *v.stride()[:3], VALUE=width,
+        BLOCK=block, STAGES=1 if in_place else _STAGES, **options,
     )
     if not in_place:
         last = (k, g.to(given.chunk_g.dtype), *(part[:, behind:] for part in stored))

@@ -67,7 +67,7 @@ def _causal_conv_fake(given: CausalConv) -> Tensor:
 
 def _cached_conv_fake(given: CachedConv) -> Tensor:
     _check(given)
-    check_span(given.span, given.x.shape[0])
+    check_span(given, given.x.shape[0])
     inputs, channels = given.inputs, given.x.shape[1]
     require(inputs.dim() == 3 and inputs.shape[2] == channels, lambda: f"inputs must be [N, R, {channels}]")
     require(inputs.dtype == given.x.dtype, lambda: "inputs must have the dtype of x")

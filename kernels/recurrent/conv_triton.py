@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import contiguous, dense_rows, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.recurrent.arguments import CHUNK, CachedConv
-from specgraph.kernels.recurrent.last_rows import by_row, common_stride, most_in_place, near_span, store_last_rows
+from specgraph.kernels.recurrent.last_rows import common_stride, most_in_place, near_span, store_last_rows
 
 _ROWS, _TILE = 16, {True: 512, False: 2048}
 """The most rows of a program, and its rows times its channels, in a step (True) or in a prompt."""
@@ -62,17 +62,17 @@ def _cached_conv_kernel(
 def cached_conv_triton(given: CachedConv) -> Tensor:
     """:class:`~specgraph.kernels.recurrent.arguments.CachedConv` in one kernel, or two for prompts."""
     batch, channels, rows = given.x.shape
-    x, width, slots = by_row(given.x.transpose(1, 2)), given.weight.shape[1], given.inputs.shape[1]
+    x, width, slots = dense_rows(given.x.transpose(1, 2)), given.weight.shape[1], given.inputs.shape[1]
     out = torch.empty(batch, rows, channels, dtype=x.dtype, device=x.device)
     in_place = rows <= most_in_place(slots, width - 1 + CHUNK - 1)
     together = min(_ROWS, triton.next_power_of_2(rows))
     block = min(_TILE[in_place] // together, triton.next_power_of_2(channels))
-    bias, pdl = None if given.bias is None else given.bias.contiguous(), supports_pdl(out.device)
     unit = common_stride(x)
-    _cached_conv_kernel[batch, triton.cdiv(rows, together), triton.cdiv(channels, block)](
-        out, x, given.weight.contiguous(), bias, given.inputs, given.span, rows, x.stride(0) // unit, x.stride(1),
+    launch(
+        _cached_conv_kernel, (batch, triton.cdiv(rows, together), triton.cdiv(channels, block)), out, x,
+        *contiguous(given, "weight", "bias"), given.inputs, given.span, rows, x.stride(0) // unit, x.stride(1),
         UNIT=unit, CHANNELS=channels, WIDTH=width, SLOTS=slots, SILU=bool(given.activation), STORE=in_place,
-        ROWS=together, BLOCK=block, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
+        ROWS=together, BLOCK=block, num_warps=4, enable_fp_fusion=False,
     )
     if not in_place:
         store_last_rows(given.inputs, x, given.span)

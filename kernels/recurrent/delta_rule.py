@@ -221,7 +221,7 @@ def _gated_delta_rule_fake(given: GatedDeltaRule) -> Tensor:
 
 def _cached_delta_rule_fake(given: CachedDeltaRule) -> Tensor:
     _check(given)
-    check_span(given.span, given.q.shape[0])
+    check_span(given, given.q.shape[0])
     (_, _, heads, width), (groups, size) = given.v.shape, given.k.shape[2:]
     shapes = {"state": (heads, size, width), "chunk_k": (groups, size), "chunk_delta": (heads, width),
               "chunk_g": given.g.shape[2:], "chunk_a": (heads, CHUNK)}

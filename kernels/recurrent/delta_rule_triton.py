@@ -29,10 +29,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import contiguous, dense_rows, launch, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, CachedDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_step import STEP_COLUMNS, step_kernel, step_options
-from specgraph.kernels.recurrent.last_rows import by_row, common_stride, most_in_place, near_span
+from specgraph.kernels.recurrent.last_rows import common_stride, most_in_place, near_span
 from specgraph.kernels.recurrent.tiles_triton import (
     BETA,
     DECAY,
@@ -362,10 +362,9 @@ def cached_delta_rule_triton(given: CachedDeltaRule) -> Tensor:
     """:class:`~specgraph.kernels.recurrent.arguments.CachedDeltaRule` in two kernels."""
     batch, rows, heads, width = given.v.shape
     (groups, size), ring_size = given.k.shape[2:], given.chunk_k.shape[1]
-    q, k, v = (by_row(part) for part in (given.q, given.k, given.v))
-    beta = None if given.beta is None else given.beta.contiguous()
-    g = given.g.contiguous()
-    out, pdl = torch.empty(batch, rows, heads, width, dtype=v.dtype, device=v.device), supports_pdl(v.device)
+    q, k, v = (dense_rows(part) for part in (given.q, given.k, given.v))
+    g, beta = contiguous(given, "g", "beta")
+    out = torch.empty(batch, rows, heads, width, dtype=v.dtype, device=v.device)
     unsettled = most_in_place(ring_size, CHUNK - 1) - 1
     in_place, behind = rows <= unsettled + 1, CHUNK - 1 + unsettled
     # The rows of a call, behind as many as may be known since the boundary.
@@ -381,29 +380,30 @@ def cached_delta_rule_triton(given: CachedDeltaRule) -> Tensor:
     q_strides, k_strides, v_strides = ((part.stride(0) // unit, *part.stride()[1:3]) for part in (q, k, v))
     options: dict[str, Any] = {
         "UNIT": unit, "HEADS": heads, "GROUP": heads // groups, "KEY": size, "RING": ring_size, "BEHIND": behind,
-        "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False, "PDL": pdl,
-        **launch_options(pdl),
+        "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False,
     }
     alone = not in_place and _prepares_alone(q)
-    limit = {"maxnreg": _REGISTERS} if alone and pdl else {}
-    _prepare_kernel[batch, triton.cdiv(rows - 1 + unsettled, CHUNK) + 1, heads](
-        q, k, g, beta, given.chunk_k, given.chunk_g, given.chunk_a, chunk_k, chunk_a, scores, weights, given.span,
-        given.scale, rows, *q_strides, *k_strides, NORMALISE=given.normalise, EPSILON=EPSILON, STORE=in_place,
-        num_warps=1 if alone else 2, **limit, **options,
+    limit = {"maxnreg": _REGISTERS} if alone and supports_pdl(v.device) else {}
+    launch(
+        _prepare_kernel, (batch, triton.cdiv(rows - 1 + unsettled, CHUNK) + 1, heads), q, k, g, beta, given.chunk_k,
+        given.chunk_g, given.chunk_a, chunk_k, chunk_a, scores, weights, given.span, given.scale, rows, *q_strides,
+        *k_strides, NORMALISE=given.normalise, EPSILON=EPSILON, STORE=in_place, num_warps=1 if alone else 2, **limit,
+        **options,
     )
     if in_place and unsettled < CHUNK // 2:
-        step_kernel[batch, heads, triton.cdiv(width, STEP_COLUMNS)](
-            out, q, k, v, beta, given.state, chunk_k, given.chunk_delta, chunk_a, scores, weights, given.span, rows,
-            *q_strides, *k_strides, *v_strides, VALUE=width, **options,
-            **step_options(q, k, given.state, options["WIDE"]),
+        launch(
+            step_kernel, (batch, heads, triton.cdiv(width, STEP_COLUMNS)), out, q, k, v, beta, given.state, chunk_k,
+            given.chunk_delta, chunk_a, scores, weights, given.span, rows, *q_strides, *k_strides, *v_strides,
+            VALUE=width, **options, **step_options(q, k, given.state, options["WIDE"]),
         )
         return out
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     paired = v.dtype == torch.bfloat16 and v.data_ptr() % 4 == 0 and not any(step % 2 for step in v.stride()[:3])
-    _carry_kernel[batch, heads, triton.cdiv(width, block)](
-        out, q, v, g, given.state, given.chunk_k, given.chunk_delta, given.chunk_g, given.chunk_a, chunk_k, chunk_a,
-        scores, weights, given.span, rows, *q_strides, *v_strides, VALUE=width, BLOCK=block, STORE=in_place,
-        STAGES=1 if in_place else _STAGES, RING_WIDE=triton.next_power_of_2(ring_size), CORRECTED=beta is not None,
-        PAIRED=paired, num_warps=_WARPS, **options,
+    launch(
+        _carry_kernel, (batch, heads, triton.cdiv(width, block)), out, q, v, g, given.state, given.chunk_k,
+        given.chunk_delta, given.chunk_g, given.chunk_a, chunk_k, chunk_a, scores, weights, given.span, rows,
+        *q_strides, *v_strides, VALUE=width, BLOCK=block, STORE=in_place, STAGES=1 if in_place else _STAGES,
+        RING_WIDE=triton.next_power_of_2(ring_size), CORRECTED=beta is not None, PAIRED=paired, num_warps=_WARPS,
+        **options,
     )
     return out

@@ -18,11 +18,6 @@ from specgraph.kernels.state import Buffer
 _BLOCK = 1024
 
 
-def by_row(x: Tensor) -> Tensor:
-    """``x``, or a copy of it whose last dimension lies together."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def common_stride(*parts: Tensor) -> int:
     """A divisor of the distances between sequences in all ``parts``, at most 16.
 

@@ -90,7 +90,7 @@ def _selective_scan_fake(given: SelectiveScan) -> Tensor:
 
 def _cached_scan_fake(given: CachedScan) -> Tensor:
     _check(given)
-    check_span(given.span, given.x.shape[0])
+    check_span(given, given.x.shape[0])
     channels, size = given.a.shape
     require(given.state.shape[1:] == (channels, size), lambda: f"state must be [M, {channels}, {size}]")
     require(given.places.shape[2] == size, lambda: f"places must be [M, R, {size}]")

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
+from specgraph.kernels.launch import dense_rows
 from specgraph.kernels.recurrent.arguments import CHUNK, CachedScan
-from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
+from specgraph.kernels.recurrent.last_rows import most_in_place, row_span, store_last_rows
 
 _CHANNELS = 32
 
@@ -69,7 +70,7 @@ def cached_scan_triton(given: CachedScan) -> Tensor:
     """:class:`~specgraph.kernels.recurrent.arguments.CachedScan` in one kernel, or two for prompts."""
     batch, channels, rows = given.x.shape
     size, slots = given.a.shape[1], given.steps.shape[1]
-    x, dt, b, c = (by_row(part.transpose(1, 2)) for part in (given.x, given.dt, given.b, given.c))
+    x, dt, b, c = (dense_rows(part.transpose(1, 2)) for part in (given.x, given.dt, given.b, given.c))
     out = torch.empty(batch, rows, channels, dtype=x.dtype, device=x.device)
     in_place = rows <= most_in_place(slots, CHUNK - 1)
     block = min(_CHANNELS, triton.next_power_of_2(channels))

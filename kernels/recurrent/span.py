@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.launch import contiguous
 from specgraph.kernels.ops import declare, triton_or_reference
 
 
@@ -132,10 +133,10 @@ def _settle_span_kernel(settled, span, batch, LANES: tl.constexpr):
 def recurrent_span_triton(given: RecurrentSpan) -> Tensor:
     """:class:`RecurrentSpan` in one kernel."""
     (batch, width), span = given.positions.shape, _recurrent_span_fake(given)
-    vectors = (part.contiguous() for part in (given.num_rows, given.num_forced, given.max_length))
+    rows, *vectors = contiguous(given, "rows", "num_rows", "num_forced", "max_length")
     _recurrent_span_kernel[(1,)](
-        span, given.settled, given.rows.contiguous(), given.positions, *vectors, batch, width,
-        given.positions.stride(0), LANES=triton.next_power_of_2(batch), num_warps=4,
+        span, given.settled, rows, given.positions, *vectors, batch, width, given.positions.stride(0),
+        LANES=triton.next_power_of_2(batch), num_warps=4,
     )
     return span
 
@@ -168,19 +169,19 @@ def keep_rows(cache: Tensor, own: Span, rows: Tensor) -> None:
 
 def _recurrent_span_fake(given: RecurrentSpan) -> Tensor:
     require(given.positions.dim() == 2, lambda: f"positions must be [b, T], not {list(given.positions.shape)}")
-    for name in ("rows", "num_rows", "num_forced", "max_length"):
-        check_batch(name, getattr(given, name), given.positions.shape[0])
+    check_batch(given, given.positions.shape[0], "rows", "num_rows", "num_forced", "max_length")
     return given.positions.new_empty(given.positions.shape[0], 5)
 
 
-def check_span(span: Tensor, batch: int) -> None:
-    """Refuse what is no result of :class:`RecurrentSpan` for ``batch`` sequences."""
-    check_batch("span", span, batch)
+def check_span(given: Any, batch: int) -> None:
+    """Refuse a span that is no result of :class:`RecurrentSpan` for ``batch`` sequences."""
+    span = given.span
+    check_batch(given, batch, "span")
     require(span.dim() == 2 and span.shape[1] == 5, lambda: f"span must be [b, 5], not {list(span.shape)}")
 
 
 def _settle_span_fake(given: SettleSpan) -> None:
-    check_span(given.span, given.span.shape[0])
+    check_span(given, given.span.shape[0])
 
 
 RECURRENT_SPAN = declare(

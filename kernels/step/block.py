@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
 
@@ -74,21 +74,18 @@ def _block_rows_kernel(
 def block_rows_triton(given: BlockRows) -> tuple[Tensor, Tensor]:
     """:class:`BlockRows` in one launch."""
     tokens, positions = _block_rows_fake(given)
-    batch, pdl = len(tokens), supports_pdl(tokens.device)
-    if batch:
-        _block_rows_kernel[(batch,)](
-            tokens, positions, given.emitted.contiguous(), given.start.contiguous(), given.num_emitted.contiguous(),
-            given.emitted.shape[1], given.count, MASK=given.mask_token_id, VOCAB=given.vocab_size,
-            BLOCK=triton.next_power_of_2(given.count + 1), PDL=pdl, num_warps=1, **launch_options(pdl),
-        )
+    launch(
+        _block_rows_kernel, (len(tokens),), tokens, positions, *contiguous(given, "emitted", "start", "num_emitted"),
+        given.emitted.shape[1], given.count, MASK=given.mask_token_id, VOCAB=given.vocab_size,
+        BLOCK=triton.next_power_of_2(given.count + 1), num_warps=1,
+    )
     return tokens, positions
 
 
 def _block_rows_fake(given: BlockRows) -> tuple[Tensor, Tensor]:
     emitted = given.emitted
     require(emitted.dim() == 2, lambda: f"emitted must be [B, T], not {emitted.dim()}-d")
-    for name, values in (("start", given.start), ("num_emitted", given.num_emitted)):
-        check_batch(name, values, emitted.shape[0])
+    check_batch(given, emitted.shape[0], "start", "num_emitted")
     shape = (emitted.shape[0], given.count + 1)
     return emitted.new_empty(shape), emitted.new_empty(shape)
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import cut_tokens, is_small
 from specgraph.kernels.step.rows import positions_of
@@ -158,12 +158,11 @@ def finalize_triton(given: FinalizeStep) -> StepUpdate:
         return finalize_reference(given)
     update = _finalize_fake(given)
     *outputs, ahead = update
-    read = (tensor.contiguous() for tensor in (tokens, window, given.start, given.num_forced, eos_ids))
-    pdl = supports_pdl(tokens.device)
-    _finalize_kernel[(batch,)](
-        *outputs, tuple(ahead), *read, width, window.shape[1], given.vocab_size,
+    read = contiguous(given, "tokens", "window", "start", "num_forced", "eos_ids")
+    launch(
+        _finalize_kernel, (batch,), *outputs, tuple(ahead), *read, width, window.shape[1], given.vocab_size,
         NUM_EOS=eos_ids.shape[1], SHIFTED=given.shifted, BLOCK=triton.next_power_of_2(width + 1), CHAIN=given.chain,
-        PDL=pdl, num_warps=1 if width < 256 else 4, **launch_options(pdl),
+        num_warps=1 if width < 256 else 4,
     )
     return update
 
@@ -172,13 +171,7 @@ def _finalize_fake(given: FinalizeStep) -> StepUpdate:
     tokens, eos_ids = given.tokens, given.eos_ids
     require(tokens.dim() == 2 and eos_ids.dim() == 2, lambda: "tokens must be [B, T], eos_ids [B, E]")
     batch, width = tokens.shape
-    for name, values in (
-        ("window", given.window),
-        ("start", given.start),
-        ("num_forced", given.num_forced),
-        ("eos_ids", eos_ids),
-    ):
-        check_batch(name, values, batch)
+    check_batch(given, batch, "window", "start", "num_forced", "eos_ids")
     wide = (batch, width if given.shifted else width + 1)
     shapes = ((batch, width), (batch,), wide, wide, (batch,), (batch,), (batch,))
     ahead = [tokens.new_empty(batch, 1) for _ in range(given.chain)]

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import block_size, contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.writes import writes
 
@@ -205,48 +205,38 @@ def _widths(tensors: list[Tensor]) -> tuple[int, ...]:
     return tuple(tensor[0].numel() if len(tensor) else 0 for tensor in tensors)
 
 
-def _blocks(widths: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(min(triton.next_power_of_2(max(width, 1)), _MOST_AT_ONCE) for width in widths)
-
-
 def gather_state_triton(given: GatherState) -> list[Tensor]:
     """:class:`GatherState` in one kernel."""
-    rows, gathered = given.rows.contiguous(), _gather_state_fake(given)
-    batch, widths = len(rows), _widths(given.buffers)
-    if batch == 0 or not any(widths):
-        return gathered
-    pdl = supports_pdl(rows.device)
-    fills = tuple(fill for _, fill in _pairs(given))
-    _gather_kernel[(batch,)](
-        tuple(gathered), tuple(buffer.contiguous() for buffer in given.buffers), rows, FILLS=fills, WIDTHS=widths,
-        BLOCKS=_blocks(widths), PDL=pdl, num_warps=1, **launch_options(pdl),
-    )
+    gathered, widths = _gather_state_fake(given), _widths(given.buffers)
+    if any(widths):
+        launch(
+            _gather_kernel, (len(given.rows),), tuple(gathered), tuple(buffer.contiguous() for buffer in given.buffers),
+            given.rows.contiguous(), FILLS=tuple(fill for _, fill in _pairs(given)), WIDTHS=widths,
+            BLOCKS=tuple(block_size(width, _MOST_AT_ONCE) for width in widths), num_warps=1,
+        )
     return gathered
 
 
 def scatter_state_triton(given: ScatterState) -> None:
     """:class:`ScatterState` in one kernel."""
-    rows, widths = given.rows.contiguous(), _widths(given.buffers)
-    if len(rows) == 0 or not any(widths):
-        return
-    pdl = supports_pdl(rows.device)
-    _scatter_kernel[(len(rows),)](
-        tuple(given.buffers), tuple(value.contiguous() for value in given.values), rows, WIDTHS=widths,
-        BLOCKS=_blocks(widths), PDL=pdl, num_warps=1, **launch_options(pdl),
-    )
+    widths = _widths(given.buffers)
+    if any(widths):
+        launch(
+            _scatter_kernel, (len(given.rows),), tuple(given.buffers),
+            tuple(value.contiguous() for value in given.values), given.rows.contiguous(), WIDTHS=widths,
+            BLOCKS=tuple(block_size(width, _MOST_AT_ONCE) for width in widths), num_warps=1,
+        )
 
 
 def store_drafted_triton(given: StoreDrafted) -> None:
     """:class:`StoreDrafted` in one kernel."""
     kept, drafted = given.draft_logits[:, given.first :], given.drafted.contiguous()
     batch, count, width = drafted.shape
-    if drafted.numel() == 0:
-        return
-    block, pdl = min(triton.next_power_of_2(width), _MOST_AT_ONCE), supports_pdl(kept.device)
-    rows = None if given.rows is None else given.rows.contiguous()
-    _store_drafted_kernel[(batch * count, triton.cdiv(width, block))](
-        kept, drafted, rows, given.num_emitted.contiguous(), count, width, kept.stride(0), kept.stride(1), BLOCK=block,
-        PDL=pdl, num_warps=4, **launch_options(pdl),
+    block = block_size(width, _MOST_AT_ONCE)
+    launch(
+        _store_drafted_kernel, (batch * count, triton.cdiv(width, block)), kept, drafted,
+        *contiguous(given, "rows", "num_emitted"), count, width, kept.stride(0), kept.stride(1), BLOCK=block,
+        num_warps=4,
     )
 
 
@@ -285,11 +275,7 @@ def _store_drafted_fake(given: StoreDrafted) -> None:
     require(kept.shape[2] == drafted.shape[2], lambda: f"Vd is {kept.shape[2]} and {drafted.shape[2]}")
     last = given.first + drafted.shape[1]
     require(last <= kept.shape[1], lambda: f"there are {kept.shape[1]} drafts, and these are the first {last}")
-    if given.rows is None:
-        check_batch("draft_logits", kept, drafted.shape[0])
-    else:
-        check_batch("rows", given.rows, drafted.shape[0])
-    check_batch("num_emitted", given.num_emitted, drafted.shape[0])
+    check_batch(given, drafted.shape[0], "draft_logits" if given.rows is None else "rows", "num_emitted")
 
 
 GATHER_STATE = declare(

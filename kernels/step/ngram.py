@@ -34,6 +34,7 @@ Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -44,7 +45,15 @@ from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import arrival_counters, gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import (
+    arrival_counters,
+    block_size,
+    contiguous,
+    dense_rows,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch,
+)
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.writes import writes
 
@@ -246,52 +255,46 @@ def _parts(batch: int, longest: int) -> int:
 
 def ngram_lookup_triton(given: NgramLookup) -> Tensor:
     """:class:`NgramLookup` in one kernel."""
-    history, rows, length, count = given.history, given.rows, given.length, given.num_speculative_tokens
-    batch = length.shape[0]
+    history, batch, count = dense_rows(given.history), len(given.length), given.num_speculative_tokens
     proposals = history.new_empty(batch, count)
     counters = arrival_counters(history.device)  # even if not needed now: a later call may be captured
     if proposals.numel() == 0:
         return proposals
-    history = history if history.stride(1) == 1 else history.contiguous()
-    parts, pdl = _parts(batch, history.shape[1]), supports_pdl(history.device)
-    _lookup_kernel[(parts, batch)](
-        proposals, history.new_empty(batch, parts), counters, history, None if rows is None else rows.contiguous(),
-        length.contiguous(), history.stride(0), history.shape[1], count, MAX_NGRAM=given.max_ngram,
-        MIN_NGRAM=given.min_ngram, TILE=TILE, DRAFTS=triton.next_power_of_2(count), PDL=pdl, num_warps=4,
-        **launch_options(pdl),
+    parts = _parts(batch, history.shape[1])
+    launch(
+        _lookup_kernel, (parts, batch), proposals, history.new_empty(batch, parts), counters, history,
+        *contiguous(given, "rows", "length"), history.stride(0), history.shape[1], count, MAX_NGRAM=given.max_ngram,
+        MIN_NGRAM=given.min_ngram, TILE=TILE, DRAFTS=triton.next_power_of_2(count), num_warps=4,
     )
     return proposals
 
 
 def record_tokens_triton(given: RecordTokens) -> None:
     """:class:`RecordTokens` in one kernel."""
-    history, rows, tokens, positions = given.history, given.rows, given.tokens, given.positions
-    batch, width = tokens.shape
-    if tokens.numel() == 0:
-        return
-    block, pdl = min(triton.next_power_of_2(width), _RECORD_BLOCK), supports_pdl(history.device)
-    _record_kernel[(batch, triton.cdiv(width, block))](
-        history, None if rows is None else rows.contiguous(), tokens.contiguous(), positions.contiguous(),
-        given.num_rows.contiguous(), *history.stride(), history.shape[1], width, BLOCK=block, PDL=pdl, num_warps=1,
-        **launch_options(pdl),
+    history, (batch, width) = given.history, given.tokens.shape
+    block = block_size(width, _RECORD_BLOCK)
+    launch(
+        _record_kernel, (batch, triton.cdiv(width, block)), history,
+        *contiguous(given, "rows", "tokens", "positions", "num_rows"), *history.stride(), history.shape[1], width,
+        BLOCK=block, num_warps=1,
     )
 
 
-def check_rows(history: Tensor, rows: Tensor | None, batch: int) -> None:
-    """Raise ``ValueError`` unless each of ``batch`` sequences has a row of ``history``."""
+def check_rows(given: Any, batch: int) -> None:
+    """Raise ``ValueError`` unless each of ``batch`` sequences has a row of the history."""
+    history = given.history
     require(history.dim() == 2, lambda: f"history must be [N, S], not {history.dim()}-d")
     require(history.dtype == torch.int64, lambda: f"history must be int64, not {history.dtype}")
-    if rows is None:
+    if given.rows is None:
         advice = "name the row of each sequence in rows, or give history as many rows as there are sequences"
         require(history.shape[0] == batch, lambda: f"history has {history.shape[0]} rows, not {batch}: {advice}")
-    else:
-        check_batch("rows", rows, batch)
+    check_batch(given, batch, "rows")
 
 
 def _ngram_lookup_fake(given: NgramLookup) -> Tensor:
     length, min_ngram, max_ngram = given.length, given.min_ngram, given.max_ngram
     require(length.dim() == 1, lambda: f"length must be [B], not {length.dim()}-d")
-    check_rows(given.history, given.rows, length.shape[0])
+    check_rows(given, length.shape[0])
     require(
         1 <= min_ngram <= max_ngram,
         lambda: f"min_ngram must be at least 1 and at most max_ngram, not {min_ngram} with max_ngram {max_ngram}",
@@ -302,8 +305,8 @@ def _ngram_lookup_fake(given: NgramLookup) -> Tensor:
 def _record_tokens_fake(given: RecordTokens) -> None:
     tokens, positions = given.tokens, given.positions
     require(tokens.dim() == 2 and tokens.shape == positions.shape, lambda: "tokens and positions must both be [B, T]")
-    check_rows(given.history, given.rows, tokens.shape[0])
-    check_batch("num_rows", given.num_rows, tokens.shape[0])
+    check_rows(given, tokens.shape[0])
+    check_batch(given, tokens.shape[0], "num_rows")
 
 
 NGRAM_LOOKUP = declare(

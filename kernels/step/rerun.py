@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import block_size, contiguous, dense_rows, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.writes import writes
 
@@ -188,15 +188,12 @@ def rerun_triton(given: Rerun) -> RerunRows:
     """:class:`Rerun` in one kernel."""
     out = _rerun_fake(given)
     _, kept, width = given.kept_hidden.shape
-    if out[1].numel() == 0:
-        return out
-    hidden = given.hidden if given.hidden.stride(2) == 1 else given.hidden.contiguous()
-    before = (given.kept_tokens, given.kept_hidden, given.num_kept, given.tokens)
-    block, pdl = min(triton.next_power_of_2(width), _BLOCK), supports_pdl(hidden.device)
-    _rerun_kernel[(out[0].numel(), triton.cdiv(width, block))](
-        *out, *(tensor.contiguous() for tensor in before), hidden, given.start.contiguous(),
-        given.num_emitted.contiguous(), given.tokens.shape[1], width, hidden.stride(0), hidden.stride(1), KEPT=kept,
-        BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl),
+    hidden, block = dense_rows(given.hidden), block_size(width, _BLOCK)
+    launch(
+        _rerun_kernel, (out.tokens.numel(), triton.cdiv(width, block)), *out,
+        *contiguous(given, "kept_tokens", "kept_hidden", "num_kept", "tokens"), hidden,
+        *contiguous(given, "start", "num_emitted"), given.tokens.shape[1], width, hidden.stride(0), hidden.stride(1),
+        KEPT=kept, BLOCK=block, num_warps=4,
     )
     return out
 
@@ -205,12 +202,10 @@ def next_module_tokens_triton(given: NextModuleTokens) -> Tensor:
     """:class:`NextModuleTokens` in one kernel."""
     out = _next_module_tokens_fake(given)
     batch, width = out.shape
-    if out.numel() == 0:
-        return out
-    block, pdl = min(triton.next_power_of_2(width), 256), supports_pdl(out.device)
-    _next_module_tokens_kernel[(batch, triton.cdiv(width, block))](
-        out, given.tokens.contiguous(), given.num_rows.contiguous(), given.draft.contiguous(), width, BLOCK=block,
-        PDL=pdl, num_warps=1, **launch_options(pdl),
+    block = block_size(width, 256)
+    launch(
+        _next_module_tokens_kernel, (batch, triton.cdiv(width, block)), out,
+        *contiguous(given, "tokens", "num_rows", "draft"), width, BLOCK=block, num_warps=1,
     )
     return out
 
@@ -218,14 +213,13 @@ def next_module_tokens_triton(given: NextModuleTokens) -> Tensor:
 def keep_rows_triton(given: KeepRows) -> None:
     """:class:`KeepRows` in one kernel."""
     batch, kept, width = given.kept_hidden.shape
-    if batch * kept * width == 0:
-        return
     state = (given.kept_tokens, given.kept_hidden, given.num_kept)
     require(all(tensor.is_contiguous() for tensor in state), lambda: "what is kept must be contiguous")
-    block, pdl = min(triton.next_power_of_2(width), _BLOCK), supports_pdl(given.hidden.device)
-    _keep_rows_kernel[(batch * kept, triton.cdiv(width, block))](
-        *state, given.tokens.contiguous(), given.hidden.contiguous(), given.num_emitted.contiguous(),
-        given.tokens.shape[1], width, KEPT=kept, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl),
+    block = block_size(width, _BLOCK)
+    launch(
+        _keep_rows_kernel, (batch * kept, triton.cdiv(width, block)), *state,
+        *contiguous(given, "tokens", "hidden", "num_emitted"), given.tokens.shape[1], width, KEPT=kept, BLOCK=block,
+        num_warps=4,
     )
 
 
@@ -234,8 +228,7 @@ def _rerun_fake(given: Rerun) -> RerunRows:
     require(hidden.dim() == kept.dim() == 3, lambda: "hidden and kept_hidden must be [B, rows, H]")
     require(hidden.dtype == kept.dtype, lambda: f"hidden is {hidden.dtype}, and what is kept is {kept.dtype}")
     batch, length = given.tokens.shape[0], given.tokens.shape[1] + given.kept_tokens.shape[1]
-    for name, values in (("num_kept", given.num_kept), ("start", given.start), ("num_emitted", given.num_emitted)):
-        check_batch(name, values, batch)
+    check_batch(given, batch, "num_kept", "start", "num_emitted")
     ids, counts = given.tokens.new_empty, given.num_emitted.new_empty
     rows = hidden.new_empty(batch, length, hidden.shape[2])
     return RerunRows(ids(batch, length), rows, ids(batch, length), counts(batch), counts(batch))
@@ -243,14 +236,12 @@ def _rerun_fake(given: Rerun) -> RerunRows:
 
 def _next_module_tokens_fake(given: NextModuleTokens) -> Tensor:
     tokens = given.tokens
-    check_batch("num_rows", given.num_rows, tokens.shape[0])
-    check_batch("draft", given.draft, tokens.shape[0])
+    check_batch(given, tokens.shape[0], "num_rows", "draft")
     return tokens.new_empty(tokens.shape)
 
 
 def _keep_rows_fake(given: KeepRows) -> None:
-    for name, values in (("kept_tokens", given.kept_tokens), ("kept_hidden", given.kept_hidden)):
-        check_batch(name, values, given.tokens.shape[0])
+    check_batch(given, given.tokens.shape[0], "kept_tokens", "kept_hidden")
 
 
 RERUN = declare("rerun", Rerun, _rerun_fake, triton_or_reference(rerun_triton, rerun_reference, moves_only=True))

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
 from specgraph.kernels.step.index import select_state
@@ -182,21 +182,17 @@ def _pack_results_kernel(
 
 def pack_results_triton(given: PackResults) -> Tensor:
     """:class:`PackResults` in one kernel."""
-    packed = _pack_results_fake(given)
+    packed, traced = _pack_results_fake(given), given.traced
     batch, rows = given.emitted.shape
-    if batch == 0:
-        return packed
     bits, thought = given.logprobs.float().contiguous().view(torch.int32), given.confidence
-    pdl, traced = supports_pdl(packed.device), given.traced
     more = 0 if traced is None else traced.shape[1]
-    _pack_results_kernel[(batch,)](
-        packed, given.emitted.contiguous(), given.num_emitted.contiguous(), bits,
-        given.bad.int().contiguous(), given.num_rows.contiguous(), given.rows.contiguous(),
-        bits if thought is None else thought.contiguous().view(torch.int32),
-        None if traced is None else traced.contiguous(), rows, 0 if thought is None else thought.shape[1],
-        WIDTH=given.width, BLOCK=triton.next_power_of_2(given.width), LOGPROBS=bits.shape[1] > 0,
-        CONFIDENCE=0 if thought is None else given.width - 1, TRACED=more,
-        TRACED_BLOCK=triton.next_power_of_2(max(more, 1)), PDL=pdl, num_warps=1, **launch_options(pdl),
+    launch(
+        _pack_results_kernel, (batch,), packed, *contiguous(given, "emitted", "num_emitted"), bits,
+        given.bad.int().contiguous(), *contiguous(given, "num_rows", "rows"),
+        bits if thought is None else thought.contiguous().view(torch.int32), *contiguous(given, "traced"), rows,
+        0 if thought is None else thought.shape[1], WIDTH=given.width, BLOCK=triton.next_power_of_2(given.width),
+        LOGPROBS=bits.shape[1] > 0, CONFIDENCE=0 if thought is None else given.width - 1, TRACED=more,
+        TRACED_BLOCK=triton.next_power_of_2(max(more, 1)), num_warps=1,
     )
     return packed
 
@@ -208,7 +204,7 @@ def _pack_results_fake(given: PackResults) -> Tensor:
     traced = given.traced
     if traced is not None:
         require(traced.dtype == torch.int32, lambda: f"traced must be int32, not {traced.dtype}")
-        check_batch("traced", traced, len(given.emitted))
+        check_batch(given, len(given.emitted), "traced")
         columns += traced.shape[1]
     return given.emitted.new_empty(given.emitted.shape[0], columns, dtype=torch.int32)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specgraph.kernels.attention.arguments import PADDING_SLOT
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import block_size, contiguous, dense_rows, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
 
@@ -226,15 +226,13 @@ def _row_slots_kernel(
 
 def consecutive_positions_triton(given: ConsecutivePositions) -> list[Tensor]:
     """:class:`ConsecutivePositions` in one kernel."""
-    start, width, count = given.start, given.width, given.count
-    batch, positions = start.shape[0], _consecutive_positions_fake(given)
-    if batch * width * count == 0:
-        return positions
-    block, pdl = min(triton.next_power_of_2(width), 256), supports_pdl(start.device)
-    _consecutive_positions_kernel[(batch, triton.cdiv(width, block))](
-        tuple(positions), start.contiguous(), width, COUNT=count, BLOCK=block, PDL=pdl, num_warps=1,
-        **launch_options(pdl),
-    )
+    start, width, positions = given.start, given.width, _consecutive_positions_fake(given)
+    block = block_size(width, 256)
+    if positions:
+        launch(
+            _consecutive_positions_kernel, (len(start), triton.cdiv(width, block)), tuple(positions),
+            start.contiguous(), width, COUNT=given.count, BLOCK=block, num_warps=1,
+        )
     return positions
 
 
@@ -242,29 +240,24 @@ def row_slots_triton(given: RowSlots) -> Tensor:
     """:class:`RowSlots` in one kernel."""
     slots = given.positions.new_empty(given.positions.shape)
     batch, width = slots.shape
-    if slots.numel() == 0:
-        return slots
-    block, pdl = min(triton.next_power_of_2(width), 256), supports_pdl(slots.device)
-    _row_slots_kernel[(batch, triton.cdiv(width, block))](
-        slots, given.positions.contiguous(), given.num_rows.contiguous(), given.block_table.contiguous(),
-        given.max_length.contiguous(), width, given.block_table.shape[1], BLOCK_SIZE=given.block_size, BLOCK=block,
-        PDL=pdl, num_warps=1, **launch_options(pdl),
+    block = block_size(width, 256)
+    launch(
+        _row_slots_kernel, (batch, triton.cdiv(width, block)), slots,
+        *contiguous(given, "positions", "num_rows", "block_table", "max_length"), width, given.block_table.shape[1],
+        BLOCK_SIZE=given.block_size, BLOCK=block, num_warps=1,
     )
     return slots
 
 
 def consecutive_rows_triton(given: ConsecutiveRows) -> Tensor:
     """:class:`ConsecutiveRows` in one kernel."""
-    values, count = given.values, given.count
+    values, count = dense_rows(given.values), given.count
     batch, length, width = values.shape
     taken = values.new_empty(batch, count, width)
-    if taken.numel() == 0:
-        return taken
-    values = values if values.stride(2) == 1 else values.contiguous()
-    block, pdl = min(triton.next_power_of_2(width), _BLOCK), supports_pdl(values.device)
-    _consecutive_rows_kernel[(batch * count, triton.cdiv(width, block))](
-        taken, values, given.first.contiguous(), count, length, width, values.stride(0), values.stride(1),
-        TOGETHER=given.together, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl),
+    block = block_size(width, _BLOCK)
+    launch(
+        _consecutive_rows_kernel, (batch * count, triton.cdiv(width, block)), taken, values, given.first.contiguous(),
+        count, length, width, values.stride(0), values.stride(1), TOGETHER=given.together, BLOCK=block, num_warps=4,
     )
     return taken
 
@@ -282,13 +275,13 @@ def expand_draft_inputs_triton(given: ExpandDraftInputs) -> tuple[Tensor, Tensor
         hidden = mask_hidden = outputs[2]
         width, outer, inner = 1, 0, 0
     else:
-        hidden = hidden if hidden.stride(2) == 1 else hidden.contiguous()
+        hidden = dense_rows(hidden)
         width, outer, inner = hidden.shape[2], hidden.stride(0), hidden.stride(1)
-    block, pdl = min(triton.next_power_of_2(width), _BLOCK), supports_pdl(tokens.device)
-    _expand_draft_inputs_kernel[(batch * (length + count), triton.cdiv(width, block))](
-        *outputs, tokens.contiguous(), given.num_rows.contiguous(), hidden, mask_hidden.contiguous(), length, width,
-        outer, inner, given.mask_token_id, COUNT=count, HIDDEN=both, BLOCK=block, PDL=pdl, num_warps=4,
-        **launch_options(pdl),
+    block = block_size(width, _BLOCK)
+    launch(
+        _expand_draft_inputs_kernel, (batch * (length + count), triton.cdiv(width, block)), *outputs,
+        *contiguous(given, "tokens", "num_rows"), hidden, mask_hidden.contiguous(), length, width, outer, inner,
+        given.mask_token_id, COUNT=count, HIDDEN=both, BLOCK=block, num_warps=4,
     )
     return outputs
 
@@ -302,15 +295,14 @@ def _consecutive_positions_fake(given: ConsecutivePositions) -> list[Tensor]:
 def _row_slots_fake(given: RowSlots) -> Tensor:
     positions, table = given.positions, given.block_table
     require(positions.dim() == 2 and table.dim() == 2, lambda: "positions must be [B, T], block_table [B, M]")
-    for name, values in (("num_rows", given.num_rows), ("block_table", table), ("max_length", given.max_length)):
-        check_batch(name, values, positions.shape[0])
+    check_batch(given, positions.shape[0], "num_rows", "block_table", "max_length")
     return positions.new_empty(positions.shape)
 
 
 def _consecutive_rows_fake(given: ConsecutiveRows) -> Tensor:
     values, count = given.values, given.count
     require(values.dim() == 3, lambda: "values must be [B, T, H]")
-    check_batch("first", given.first, values.shape[0])
+    check_batch(given, values.shape[0], "first")
     fits = not given.together or count <= values.shape[1]
     require(fits, lambda: f"there are no {count} rows together in the block")
     return values.new_empty(values.shape[0], count, values.shape[2])
@@ -319,7 +311,7 @@ def _consecutive_rows_fake(given: ConsecutiveRows) -> Tensor:
 def _expand_draft_inputs_fake(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor]:
     tokens, hidden, mask_hidden = given.tokens, given.hidden, given.mask_hidden
     batch, length = tokens.shape[0], tokens.shape[1] + given.count
-    check_batch("num_rows", given.num_rows, batch)
+    check_batch(given, batch, "num_rows")
     out, rows = tokens.new_empty(batch, length), given.num_rows.new_empty(batch)
     if hidden is None or mask_hidden is None:
         return out, rows, torch.empty(0, device=tokens.device)

@@ -54,7 +54,7 @@ from torch import Tensor
 
 from specgraph.kernels import gpus
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, contiguous, dense_rows, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.ngram import check_rows
 from specgraph.kernels.step.suffix_kernels import match_kernel, vote_kernel
@@ -174,27 +174,27 @@ def _path(tokens: list[int], voters: list[int], limit: int, threshold: int) -> t
 
 def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
     """:class:`SuffixLookup` in two kernels."""
-    history, length, count = given.history, given.length.contiguous(), given.num_speculative_tokens
-    batch, longest, sizes = length.shape[0], history.shape[1], given.max_match - given.min_match + 1
+    history, batch, count = dense_rows(given.history), len(given.length), given.num_speculative_tokens
+    longest, sizes = history.shape[1], given.max_match - given.min_match + 1
     proposals = history.new_empty(batch, count)
     counters = arrival_counters(history.device)  # even if not needed now: a later call may be captured
     if proposals.numel() == 0:
         return proposals
-    history = history if history.stride(1) == 1 else history.contiguous()
-    rows = None if given.rows is None else given.rows.contiguous()
-    tiles, pdl = max(1, triton.cdiv(longest, TILE)), supports_pdl(history.device)
+    tiles = max(1, triton.cdiv(longest, TILE))
     matched = history.new_empty(batch, tiles * TILE, dtype=torch.int8)
     maxima = history.new_empty(batch, tiles, dtype=torch.int32)
-    read, options = (history, rows, length, history.stride(0), longest, tiles), launch_options(pdl)
-    match_kernel[(max(1, min(tiles, gpus.HOPPER.search_programs // batch)), batch)](
-        matched, maxima, *read, MAX_MATCH=given.max_match, TILE=TILE, PDL=pdl, num_warps=4, **options
+    read = (history, *contiguous(given, "rows", "length"), history.stride(0), longest, tiles)
+    parts = gpus.HOPPER.search_programs // batch
+    launch(
+        match_kernel, (max(1, min(tiles, parts)), batch), matched, maxima, *read, MAX_MATCH=given.max_match, TILE=TILE,
+        num_warps=4,
     )
-    vote_kernel[(sizes, batch)](
-        proposals, history.new_empty(batch, sizes), history.new_empty(batch, sizes, count),
+    launch(
+        vote_kernel, (sizes, batch), proposals, history.new_empty(batch, sizes), history.new_empty(batch, sizes, count),
         history.new_empty(batch, sizes, VOTERS, dtype=torch.int32), counters, matched, maxima, *read, count,
         MIN_MATCH=given.min_match, SIZES=triton.next_power_of_2(sizes), FACTOR=given.factor, OFFSET=given.offset,
         THRESHOLD=given.threshold, TILE=TILE, TILES=triton.next_power_of_2(tiles), VOTERS=VOTERS,
-        DRAFTS=triton.next_power_of_2(count), PDL=pdl, num_warps=4, **options,
+        DRAFTS=triton.next_power_of_2(count), num_warps=4,
     )
     return proposals
 
@@ -202,7 +202,7 @@ def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
 def _suffix_lookup_fake(given: SuffixLookup) -> Tensor:
     length, smallest, largest = given.length, given.min_match, given.max_match
     require(length.dim() == 1, lambda: f"length must be [B], not {length.dim()}-d")
-    check_rows(given.history, given.rows, length.shape[0])
+    check_rows(given, length.shape[0])
     require(
         1 <= smallest <= largest <= MOST_MATCHED,
         lambda: f"1 <= min_match <= max_match <= {MOST_MATCHED} must hold, not {smallest} and {largest}",

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
 from specgraph.kernels.step.side_by_side import column_of, side_by_side
@@ -174,13 +174,12 @@ def advance_triton(given: Advance) -> None:
     state = (given.next_window, given.start, given.num_rows, given.num_forced)
     batch, count = given.next_window.shape[0], given.next_window.shape[1] - 1
     drafts, widths, strides = side_by_side(given.drafts)
-    pdl = supports_pdl(given.start.device)
     # There is one warp, since a second one could read values that the first one has already replaced.
-    _advance_kernel[(batch,)](
-        *state, given.emitted.contiguous(), given.num_emitted.contiguous(), drafts,
-        given.max_length.contiguous(), given.eos_ids.contiguous(), given.emitted.shape[1], count,
-        NUM_EOS=given.eos_ids.shape[1], WIDTHS=widths, STRIDES=strides,
-        BLOCK=triton.next_power_of_2(count + 1), PDL=pdl, num_warps=1, **launch_options(pdl),
+    launch(
+        _advance_kernel, (batch,), *state, *contiguous(given, "emitted", "num_emitted"), drafts,
+        *contiguous(given, "max_length", "eos_ids"), given.emitted.shape[1], count,
+        NUM_EOS=given.eos_ids.shape[1], WIDTHS=widths, STRIDES=strides, BLOCK=triton.next_power_of_2(count + 1),
+        num_warps=1,
     )
 
 
@@ -197,8 +196,7 @@ def _advance_fake(given: Advance) -> None:
         window.dim() == 2 and len(window) == batch and window.shape[1] > count,
         lambda: f"next_window must be [B, K + 1] with B = {batch} and K of at least {count}, not {list(window.shape)}",
     )
-    for name in ("start", "num_rows", "num_forced", "emitted", "num_emitted", "max_length", "eos_ids"):
-        check_batch(name, getattr(given, name), batch)
+    check_batch(given, batch, "start", "num_rows", "num_forced", "emitted", "num_emitted", "max_length", "eos_ids")
 
 
 ADVANCE = declare(

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import block_size, contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.side_by_side import column_of, side_by_side
 
@@ -259,14 +259,12 @@ def _trace_columns_kernel(
 
 def trace_tokens_triton(given: TraceTokens) -> TracedTokens:
     """:class:`TraceTokens` in one kernel."""
-    traced, read = _trace_tokens_fake(given), (given.window, given.num_rows, given.num_forced, given.emitted)
-    batch, pdl = len(given.window), supports_pdl(given.window.device)
-    if batch:
-        _trace_tokens_kernel[(batch,)](
-            *traced, *(tensor.contiguous() for tensor in (*read, given.num_emitted, given.temperature)),
-            given.window.shape[1], given.emitted.shape[1], COUNT=given.logits.shape[1],
-            BLOCK=triton.next_power_of_2(given.logits.shape[1]), PDL=pdl, num_warps=1, **launch_options(pdl),
-        )
+    traced, rows = _trace_tokens_fake(given), given.logits.shape[1]
+    launch(
+        _trace_tokens_kernel, (len(given.window),), *traced,
+        *contiguous(given, "window", "num_rows", "num_forced", "emitted", "num_emitted", "temperature"),
+        given.window.shape[1], given.emitted.shape[1], COUNT=rows, BLOCK=triton.next_power_of_2(rows), num_warps=1,
+    )
     return traced
 
 
@@ -276,12 +274,12 @@ def drawn_ids_triton(given: DrawnIds) -> tuple[Tensor, Tensor]:
     if ids.numel() == 0:
         return drawn_ids_reference(given)
     tokens, widths, strides = side_by_side(given.tokens)
-    known = None if given.draft_to_target is None else given.draft_to_target.contiguous()
-    vocab, pdl = 0 if known is None else len(known), supports_pdl(ids.device)
-    block = min(triton.next_power_of_2(max(vocab, 1)), _MOST_AT_ONCE)
-    _drawn_ids_kernel[(ids.shape[1], len(ids))](
-        ids, counts, tokens, given.num_emitted.contiguous(), known, VOCAB=vocab, COUNT=ids.shape[1], WIDTHS=widths,
-        STRIDES=strides, BLOCK=block, PDL=pdl, num_warps=max(1, block // 1024), **launch_options(pdl),
+    vocab = 0 if given.draft_to_target is None else len(given.draft_to_target)
+    block = block_size(vocab, _MOST_AT_ONCE)
+    launch(
+        _drawn_ids_kernel, (ids.shape[1], len(ids)), ids, counts, tokens,
+        *contiguous(given, "num_emitted", "draft_to_target"), VOCAB=vocab, COUNT=ids.shape[1], WIDTHS=widths,
+        STRIDES=strides, BLOCK=block, num_warps=max(1, block // 1024),
     )
     return ids, counts
 
@@ -292,14 +290,12 @@ def trace_columns_triton(given: TraceColumns) -> Tensor:
     drawn, drawn_widths, drawn_strides = side_by_side(given.drawn)
     bits, bits_widths, bits_strides = side_by_side([values.view(torch.int32) for values in given.drawn_logprobs])
     drafts, draft_widths, draft_strides = side_by_side(given.drafts)
-    pdl = supports_pdl(columns.device)
-    if len(columns):
-        _trace_columns_kernel[(len(columns),)](
-            columns, given.logprobs.contiguous().view(torch.int32), given.ranks.contiguous(), given.counts.contiguous(),
-            drawn, bits, drafts, given.logprobs.shape[1], COUNT=count, DRAWN=drawn_widths, DRAWN_STRIDES=drawn_strides,
-            BITS=bits_widths, BITS_STRIDES=bits_strides, DRAFTS=draft_widths, DRAFTS_STRIDES=draft_strides,
-            BLOCK=triton.next_power_of_2(max(count, 1)), PDL=pdl, num_warps=1, **launch_options(pdl),
-        )
+    launch(
+        _trace_columns_kernel, (len(columns),), columns, given.logprobs.contiguous().view(torch.int32),
+        *contiguous(given, "ranks", "counts"), drawn, bits, drafts, given.logprobs.shape[1], COUNT=count,
+        DRAWN=drawn_widths, DRAWN_STRIDES=drawn_strides, BITS=bits_widths, BITS_STRIDES=bits_strides,
+        DRAFTS=draft_widths, DRAFTS_STRIDES=draft_strides, BLOCK=triton.next_power_of_2(max(count, 1)), num_warps=1,
+    )
     return columns
 
 
@@ -309,8 +305,7 @@ def _trace_tokens_fake(given: TraceTokens) -> TracedTokens:
     batch, width = window.shape
     require(0 < count <= width, lambda: f"count must be from 1 to T = {width}, not {count}")
     require(emitted.shape == window.shape, lambda: f"emitted must be {[batch, width]}, not {list(emitted.shape)}")
-    for name in ("num_rows", "num_forced", "num_emitted", "temperature"):
-        check_batch(name, getattr(given, name), batch)
+    check_batch(given, batch, "num_rows", "num_forced", "num_emitted", "temperature")
     new = window.new_empty
     return TracedTokens(new(batch, count, 2), new(batch, 2), new(batch), given.temperature.new_empty(batch))
 
@@ -318,8 +313,7 @@ def _trace_tokens_fake(given: TraceTokens) -> TracedTokens:
 def _drawn_ids_fake(given: DrawnIds) -> tuple[Tensor, Tensor]:
     require(len(given.tokens) > 0, lambda: "tokens must be one tensor [B, k] or more, not an empty list")
     batch, new = given.num_emitted.shape[0], given.num_emitted.new_empty
-    for tokens in given.tokens:
-        check_batch("tokens", tokens, batch)
+    check_batch(given, batch, "tokens")
     return new(batch, sum(tokens.shape[1] for tokens in given.tokens)), new(batch)
 
 
@@ -331,9 +325,7 @@ def _trace_columns_fake(given: TraceColumns) -> Tensor:
     require(logprobs.dtype == torch.float32, lambda: f"logprobs must be float32, not {logprobs.dtype}")
     require(ranks.shape == logprobs.shape, lambda: f"ranks must be {[batch, *both]}, not {list(ranks.shape)}")
     require(ranks.dtype == torch.int32, lambda: f"ranks must be int32, not {ranks.dtype}")
-    for name in ("drawn", "drawn_logprobs", "drafts"):
-        for values in getattr(given, name):
-            check_batch(name, values, batch)
+    check_batch(given, batch, "drawn", "drawn_logprobs", "drafts")
     others = [values.dtype for values in given.drawn_logprobs if values.dtype != torch.float32]
     require(not others, lambda: f"drawn_logprobs must be float32, not {others[0]}")
     drawn, beside = (sum(values.shape[1] for values in own) for own in (given.drawn, given.drawn_logprobs))

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import block_size, contiguous, launch
 from specgraph.kernels.ops import declare, not_float64, triton_or_reference
 
 _TILE = 4096
@@ -84,15 +84,13 @@ def _rank_kernel(
 
 def rank_triton(given: Rank) -> Tensor:
     """:class:`Rank` in one kernel, whose logits are not in float64."""
-    ranks, pdl = _rank_fake(given), supports_pdl(given.logits.device)
+    ranks, vocab = _rank_fake(given), given.logits.shape[2]
     batch, rows, candidates = ranks.shape
-    if ranks.numel():
-        vocab = given.logits.shape[2]
-        tile = min(triton.next_power_of_2(vocab), _TILE)
-        _rank_kernel[(rows, batch)](
-            ranks, given.logits.contiguous(), given.tokens.contiguous(), given.num_ranked.contiguous(), VOCAB=vocab,
-            CANDIDATES=candidates, BLOCK=triton.next_power_of_2(candidates), TILE=tile, PDL=pdl,
-            num_warps=max(1, tile // 512), **launch_options(pdl),
+    tile = block_size(vocab, _TILE)
+    if candidates:
+        launch(
+            _rank_kernel, (rows, batch), ranks, *contiguous(given, "logits", "tokens", "num_ranked"), VOCAB=vocab,
+            CANDIDATES=candidates, BLOCK=triton.next_power_of_2(candidates), TILE=tile, num_warps=max(1, tile // 512),
         )
     return ranks
 
@@ -105,7 +103,7 @@ def _rank_fake(given: Rank) -> Tensor:
         tokens.dim() == 3 and tokens.shape[:2] == (batch, rows),
         lambda: f"tokens must be [{batch}, {rows}, C], not {list(tokens.shape)}",
     )
-    check_batch("num_ranked", given.num_ranked, batch)
+    check_batch(given, batch, "num_ranked")
     return given.tokens.new_empty(tokens.shape, dtype=torch.int32)
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import launch
 from specgraph.kernels.sampling.gumbel import LOG2E, TILE, WARPS, aligned, split_size
 from specgraph.kernels.verify.rows import logprob, merge_sums, place_rows, split_largest, split_sums
 
@@ -86,19 +86,18 @@ def raw_logprobs(logits: Tensor, emitted: Tensor, num_rows: Tensor, num_forced: 
     batch, count, vocab = logits.shape
     width = emitted.shape[1]
     values = logits.new_empty((batch, width), dtype=torch.float32)
-    if batch == 0:
-        return values
     logits, rows = aligned(logits), (num_rows.contiguous(), num_forced.contiguous())
     split = split_size(vocab)
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    stats, pdl = logits.new_empty(2 * area, dtype=torch.float32), supports_pdl(logits.device)
-    options = {"PDL": pdl, "num_warps": WARPS, "enable_fp_fusion": False, **launch_options(pdl)}
-    _sum_rows[(splits, count, batch)](
-        logits, *rows, stats, count, width, vocab, splits, SPLIT=split, TILE=TILE, **options
+    stats = logits.new_empty(2 * area, dtype=torch.float32)
+    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    launch(
+        _sum_rows, (splits, count, batch), logits, *rows, stats, count, width, vocab, splits, SPLIT=split, TILE=TILE,
+        **options,
     )
-    _write[(batch,)](
-        logits, emitted, *rows, stats, values, count, width, vocab, splits, area,
+    launch(
+        _write, (batch,), logits, emitted, *rows, stats, values, count, width, vocab, splits, area,
         ROWS=triton.next_power_of_2(max(count, 2)), SPLITS=triton.next_power_of_2(max(splits, 2)),
         COLUMNS=min(triton.next_power_of_2(width), 1024), **options,
     )
