@@ -23,9 +23,6 @@ Sources: DFlash (z-lab, 2026) for the attention; :mod:`specgraph.kernels.attenti
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,7 +30,7 @@ from torch import Tensor
 from specgraph.kernels.attention import paged
 from specgraph.kernels.attention.block_arguments import PagedBlockAttention, WriteContext
 from specgraph.kernels.attention.decode import attend_split, load_pages, split_begin, write_cache_kernel
-from specgraph.kernels.attention.paged import NUM_WARPS, WRITTEN_TOKENS, Tiling
+from specgraph.kernels.attention.paged import WRITTEN_TOKENS, Tiling
 from specgraph.kernels.attention.tiles import (
     add_block,
     empty_state,
@@ -46,7 +43,7 @@ from specgraph.kernels.attention.tiles import (
     sum_of_keys,
 )
 from specgraph.kernels.attention.work_units import divide_context, is_last, merge_work_units, store_work_unit
-from specgraph.kernels.launch import arrival_counters, gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from specgraph.kernels.launch import arrival_counters, contiguous, dense_rows, gdc_launch_dependents, gdc_wait, launch
 
 
 @triton.jit
@@ -199,16 +196,14 @@ def block_attention_kernel(
 
 def write_context_triton(given: WriteContext) -> None:
     """:class:`WriteContext` for float16, bfloat16 and float32."""
-    k, v = (_rows_contiguous(x) for x in (given.k, given.v))
+    k, v = dense_rows(given.k), dense_rows(given.v)
     batch, groups, length, _ = k.shape
-    if batch * length == 0:
-        return
-    caches, pdl = (given.k_cache, given.v_cache), supports_pdl(k.device)
-    cos, sin, *angle_strides = paged.angles_of(_angles(given))
-    write_cache_kernel[(triton.cdiv(length, WRITTEN_TOKENS), batch * groups)](
-        k, v, cos, sin, *caches, given.slots.contiguous(), *k.stride()[:3], *v.stride()[:3], *angle_strides,
-        *_cache_strides(given), length, HEADS=groups, **paged.widths(k, v), TOKENS=WRITTEN_TOKENS,
-        ROTARY=paged.rotated_width(cos), PDL=pdl, **_launch(pdl),
+    cos, sin, *angle_strides = paged.angles_of(given.cos, given.sin)
+    launch(
+        write_cache_kernel, (triton.cdiv(length, WRITTEN_TOKENS), batch * groups), k, v, cos, sin, given.k_cache,
+        given.v_cache, given.slots.contiguous(), *k.stride()[:3], *v.stride()[:3], *angle_strides,
+        *paged.cache_strides(given.k_cache, given.v_cache), length, TOKENS=WRITTEN_TOKENS,
+        **paged.write_constants(k, v, cos),
     )
 
 
@@ -218,51 +213,27 @@ def paged_block_attention_triton(given: PagedBlockAttention, *, tiling: Tiling |
     Of ``tiling``, ``write_first`` and ``prefill`` mean nothing here.
     """
     tiling = tiling or Tiling()
-    q, k, v = (_rows_contiguous(x) for x in (given.q, given.k, given.v))
-    batch, heads, length, _ = q.shape
-    groups, block_table, caches = k.shape[1], given.block_table.contiguous(), (given.k_cache, given.v_cache)
-    sizes = paged.widths(k, v)
-    if max(sizes["D"], sizes["DV"]) > 256:
-        raise ValueError(f"block attention has kernels for head dims up to 256, not {sizes['D']} and {sizes['DV']}.")
-    out = q.new_empty(batch, length, heads, sizes["DV"])
+    q, k, v = (dense_rows(x) for x in (given.q, given.k, given.v))
+    batch, heads, length, dim = q.shape
+    groups, value_dim, caches, block_table = k.shape[1], v.shape[3], (given.k_cache, given.v_cache), given.block_table
+    if max(dim, value_dim) > 256:
+        raise ValueError(f"block attention has kernels for head dims up to 256, not {dim} and {value_dim}.")
+    out = q.new_empty(batch, length, heads, value_dim)
     if batch * length == 0:
         return out
-    pdl, counters = supports_pdl(q.device), arrival_counters(q.device)
-    cos, sin, *angle_strides = paged.angles_of(_angles(given))
+    cos, sin, *angle_strides = paged.angles_of(given.cos, given.sin)
+    constants = {**paged.write_constants(k, v, cos), **paged.read_constants(given, tiling)}
     pairs, sequences, block_size = length * heads // groups, batch * groups, caches[0].shape[1]
     block_m = tiling.block_queries or paged.block_queries(pairs, sequences, q.dtype)
     tiles = triton.cdiv(pairs, block_m)
     splits, programs, work_units = paged.shares(tiles * sequences, block_table.shape[1] * block_size, tiling)
-    partials = None
-    if programs > 1:
-        size = tiles * sequences * work_units * (sizes["DVP"] + 2) * block_m
-        partials = torch.empty(size, dtype=torch.float32, device=q.device)
-    block_attention_kernel[(tiles, sequences, programs)](
-        q, k, v, cos, sin, *caches, block_table, given.positions.contiguous(), given.sinks, out, partials, counters,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *angle_strides, *_cache_strides(given),
-        block_table.stride(0), length, splits, work_units, paged.score_factors(given.scale, None)[0],
-        HEADS=groups, GROUP=heads // groups, **sizes, BLOCK_SIZE=block_size, KV_SPLIT=tiling.kv_split,
-        SPLIT_GROUP=tiling.split_group, BLOCK_N=tiling.block_keys, BLOCK_M=block_m,
-        NEW=max(16, triton.next_power_of_2(length)), WINDOW=given.window or 0, CAUSAL=given.causal,
-        ANCHORED=given.anchored, SINKS=given.sinks is not None, ROTARY=paged.rotated_width(cos), SHARED=programs > 1,
-        OFFSET=paged.offset_type(*caches),
-        STAGES=tiling.num_stages or paged.num_stages(tiling.block_keys, sizes, q.dtype),
-        PAGES=paged.pages_of(tiling.kv_split, block_size), PDL=pdl, **_launch(pdl),
+    partials = paged.partial_results(out, programs, tiles * sequences * work_units * block_m, constants["DVP"])
+    launch(
+        block_attention_kernel, (tiles, sequences, programs), q, k, v, cos, sin, *caches,
+        *contiguous(given, "block_table", "positions", "sinks"), out, partials, arrival_counters(q.device),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *angle_strides, *paged.cache_strides(*caches),
+        block_table.shape[1], length, splits, work_units, paged.score_factors(given.scale, None)[0],
+        BLOCK_M=block_m, NEW=max(16, triton.next_power_of_2(length)), CAUSAL=given.causal, ANCHORED=given.anchored,
+        SHARED=programs > 1, PAGES=paged.pages_of(tiling.kv_split, block_size), **constants,
     )
     return out
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
-def _angles(given: WriteContext | PagedBlockAttention) -> tuple[Tensor, Tensor] | None:
-    return None if given.cos is None or given.sin is None else (given.cos, given.sin)
-
-
-def _cache_strides(given: WriteContext | PagedBlockAttention) -> list[int]:
-    return [stride for cache in (given.k_cache, given.v_cache) for stride in (cache.stride(1), cache.stride(2))]
-
-
-def _launch(pdl: bool) -> dict[str, Any]:
-    return {"num_warps": NUM_WARPS, "enable_fp_fusion": False, **launch_options(pdl)}

@@ -40,9 +40,10 @@ from torch import Tensor
 
 from specgraph.kernels import gpus
 from specgraph.kernels.attention.arguments import PagedAttention, RotaryAttention
+from specgraph.kernels.attention.block_arguments import PagedBlockAttention
 from specgraph.kernels.attention.decode import decode_attention_kernel, write_cache_kernel
 from specgraph.kernels.attention.prefill import prefill_attention_kernel
-from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, is_hopper, launch_options, supports_pdl
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, contiguous, dense_rows, is_hopper, launch
 
 NUM_WARPS = 4
 """The number of warps is fixed: the sum of a block's weights crosses warps, and their number decides its order."""
@@ -102,85 +103,102 @@ class Tiling:
 
 def paged_attention_triton(given: PagedAttention, *, tiling: Tiling | None = None) -> Tensor:
     """:class:`PagedAttention` for one of float16, bfloat16 and float32 and head dims up to 256."""
-    return _launch(given, None, tiling or Tiling())
+    return _launch(given, None, None, tiling or Tiling())
 
 
 def rotary_attention_triton(given: RotaryAttention, *, tiling: Tiling | None = None) -> Tensor:
     """:class:`RotaryAttention` for one of float16, bfloat16 and float32 and head dims up to 256."""
-    return _launch(given, (given.cos, given.sin), tiling or Tiling())
+    return _launch(given, given.cos, given.sin, tiling or Tiling())
 
 
-def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tensor] | None, tiling: Tiling) -> Tensor:
-    q, k, v, sinks, caches = given.q, given.k, given.v, given.sinks, (given.k_cache, given.v_cache)
-    scale, window, softcap = given.scale, given.window, given.softcap
-    batch, heads, length, dim = q.shape
-    groups, value_dim = k.shape[1], v.shape[3]
+def _launch(
+    given: PagedAttention | RotaryAttention, cos: Tensor | None, sin: Tensor | None, tiling: Tiling
+) -> Tensor:
+    scale, softcap, caches = given.scale, given.softcap, (given.k_cache, given.v_cache)
+    batch, heads, length, dim = given.q.shape
+    groups, value_dim = given.k.shape[1], given.v.shape[3]
     if max(dim, value_dim) > 256:
         raise ValueError(f"paged_attention has kernels for head dims up to 256, not {dim} and {value_dim}.")
     if not scale > 0 or not (softcap is None or softcap > 0):
         raise ValueError(f"paged_attention takes a scale and a softcap above 0, not {scale} and {softcap}.")
+    out = given.q.new_empty(batch, length, heads, value_dim)
     if batch * length == 0:
-        return q.new_empty(batch, length, heads, value_dim)
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    slots, block_table, positions = (x.contiguous() for x in (given.slots, given.block_table, given.positions))
-    sizes = {**widths(k, v), "HEADS": groups}
-    pdl = supports_pdl(q.device)
-    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False, **launch_options(pdl)}
-    cos, sin, *angle_strides = angles_of(angles)
-    modes = {"ROTARY": rotated_width(cos), "PDL": pdl}
-    caches_strides = [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
-    strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *caches_strides]
+        return out
+    q, k, v = (dense_rows(x) for x in (given.q, given.k, given.v))
+    slots, block_table, positions = contiguous(given, "slots", "block_table", "positions")
+    cos, sin, *angle_strides = angles_of(cos, sin)
+    written = write_constants(k, v, cos)
+    strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *cache_strides(*caches)]
 
     cu_seqlens, sequences = given.cu_seqlens, batch * groups
-    pairs, widest = length * heads // groups, max(sizes["DP"], sizes["DVP"])
+    pairs, widest = length * heads // groups, max(written["DP"], written["DVP"])
     prefill = tiling.prefill
     if prefill is None:
         count = None if cu_seqlens is None else len(block_table)
-        prefill = is_hopper(q.device) and suits_prefill(pairs, sequences, sizes["DVP"], q.dtype, count)
+        prefill = is_hopper(q.device) and suits_prefill(pairs, sequences, written["DVP"], q.dtype, count)
     write_first = prefill or cu_seqlens is not None
     if not write_first:
         write_first = length > WRITTEN_TOKENS if tiling.write_first is None else tiling.write_first
     if write_first:
-        grid = (triton.cdiv(length, WRITTEN_TOKENS), sequences)
-        write_cache_kernel[grid](
-            k, v, cos, sin, *caches, slots, *strides, length, TOKENS=WRITTEN_TOKENS, **sizes, **modes, **options
+        launch(
+            write_cache_kernel, (triton.cdiv(length, WRITTEN_TOKENS), sequences), k, v, cos, sin, *caches, slots,
+            *strides, length, TOKENS=WRITTEN_TOKENS, **written,
         )
 
     counters = arrival_counters(q.device)  # allocated even if not needed now, since a later call may be captured
     capacity = block_table.shape[1] * caches[0].shape[1]
-    out = q.new_empty(batch, length, heads, value_dim)
     constants = {
-        "GROUP": heads // groups, "BLOCK_SIZE": caches[0].shape[1], "KV_SPLIT": tiling.kv_split,
-        "SPLIT_GROUP": tiling.split_group, "BLOCK_N": tiling.block_keys, "WINDOW": window or 0,
-        "SOFTCAP": softcap is not None,
-        "SINKS": sinks is not None, "STAGES": tiling.num_stages or num_stages(tiling.block_keys, sizes, q.dtype),
-        "OFFSET": offset_type(*caches),
+        **written, **read_constants(given, tiling), "SOFTCAP": softcap is not None,
         "LANES": 0 if cu_seqlens is None else max(LANES, _power_of_two(len(cu_seqlens) - 1)),
     }
-    tables = (slots, block_table, positions, cu_seqlens, sinks, out)
+    tables = (slots, block_table, positions, cu_seqlens, given.sinks, out)
     factors = score_factors(scale, softcap)
     if prefill:
-        prefill_attention_kernel[(num_tiles(pairs, PREFILL_PAIRS, cu_seqlens), sequences)](
-            q, cos, sin, *caches, *tables, len(block_table), *q.stride()[:3], *angle_strides, *caches_strides,
-            block_table.stride(0), length, capacity, *factors,
-            BLOCK_M=PREFILL_PAIRS, **constants, **sizes, **modes, **{**options, "num_warps": 4 if widest <= 128 else 8},
+        launch(
+            prefill_attention_kernel, (num_tiles(pairs, PREFILL_PAIRS, cu_seqlens), sequences), q, cos, sin, *caches,
+            *tables, len(block_table), *q.stride()[:3], *angle_strides, *cache_strides(*caches), block_table.stride(0),
+            length, capacity, *factors, BLOCK_M=PREFILL_PAIRS, **{**constants, "num_warps": 4 if widest <= 128 else 8},
         )
         return out
 
     block_m = tiling.block_queries or block_queries(pairs, sequences, q.dtype)
     tiles = num_tiles(pairs, block_m, cu_seqlens)
     splits, programs, work_units = shares(tiles * sequences, capacity, tiling)
-    partials = None
-    if programs > 1:
-        size = tiles * sequences * work_units * (sizes["DVP"] + 2) * block_m
-        partials = torch.empty(size, dtype=torch.float32, device=q.device)
-    decode_attention_kernel[(tiles, sequences, programs)](
-        q, k, v, cos, sin, *caches, *tables, partials, counters, len(block_table), *q.stride()[:3], *strides,
-        block_table.stride(0), length, splits, work_units, *factors,
+    partials = partial_results(out, programs, tiles * sequences * work_units * block_m, written["DVP"])
+    launch(
+        decode_attention_kernel, (tiles, sequences, programs), q, k, v, cos, sin, *caches, *tables, partials, counters,
+        len(block_table), *q.stride()[:3], *strides, block_table.stride(0), length, splits, work_units, *factors,
         BLOCK_M=block_m, WRITE=0 if write_first else _power_of_two(max(length, WRITTEN_TOKENS)), SHARED=programs > 1,
-        PAGES=pages_of(tiling.kv_split, caches[0].shape[1]), **constants, **sizes, **modes, **options,
+        PAGES=pages_of(tiling.kv_split, caches[0].shape[1]), **constants,
     )
     return out
+
+
+def write_constants(k: Tensor, v: Tensor, cos: Tensor | None) -> dict[str, Any]:
+    """What kernels that write keys and values ``[B, Hkv, T, D]`` to a cache are compiled for, and their warps."""
+    sizes: dict[str, Any] = {**widths(k, v), "HEADS": k.shape[1], "ROTARY": 0 if cos is None else cos.shape[2]}
+    return {**sizes, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+
+
+def read_constants(given: PagedAttention | RotaryAttention | PagedBlockAttention, tiling: Tiling) -> dict[str, Any]:
+    """What kernels that attend to a cache are compiled for beside :func:`write_constants`."""
+    caches = (given.k_cache, given.v_cache)
+    return {
+        "GROUP": given.q.shape[1] // given.k.shape[1], "BLOCK_SIZE": caches[0].shape[1], "KV_SPLIT": tiling.kv_split,
+        "SPLIT_GROUP": tiling.split_group, "BLOCK_N": tiling.block_keys, "WINDOW": given.window or 0,
+        "SINKS": given.sinks is not None, "OFFSET": offset_type(*caches),
+        "STAGES": tiling.num_stages or num_stages(tiling.block_keys, widths(given.k, given.v), given.q.dtype),
+    }
+
+
+def partial_results(out: Tensor, programs: int, columns: int, width: int) -> Tensor | None:
+    """Scratch memory for the states of ``columns`` pairs, with values of this width; None for a single program."""
+    return out.new_empty(columns * (width + 2), dtype=torch.float32) if programs > 1 else None
+
+
+def cache_strides(*caches: Tensor) -> list[int]:
+    """The strides of each cache per slot and per head."""
+    return [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
 
 
 def num_tiles(pairs: int, tile: int, cu_seqlens: Tensor | None) -> int:
@@ -221,19 +239,13 @@ def _extent(x: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def angles_of(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
-    """``cos`` and ``sin`` ``[B or 1, T, n]`` and their strides per sequence and per token."""
-    if angles is None:
+def angles_of(cos: Tensor | None, sin: Tensor | None) -> tuple[Any, ...]:
+    """``cos`` and ``sin`` ``[B or 1, T, n]``, or None, and their strides per sequence and per token."""
+    if cos is None or sin is None:
         return None, None, 0, 0
-    cos, sin = angles
     if cos.stride() != sin.stride() or cos.stride(2) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
-
-
-def rotated_width(cos: Tensor | None) -> int:
-    """How many values of a head are rotated: the width of ``cos`` ``[B or 1, T, n]``, and none without it."""
-    return 0 if cos is None else cos.shape[2]
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
