@@ -36,6 +36,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,6 @@ from specgraph.kernels.linear.product import (
     is_gated,
     launch_norm_parts,
     launch_tiles,
-    tiles,
 )
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 
@@ -174,19 +174,10 @@ def linear_norm_reference(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
     return (out, *norm_parts_reference(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
-def _fill_by_tiles(product: Product, tiling: Tiles | None) -> None:
-    (outer, inner), rows = product.weight.shape, product.x.shape[0]
-    launch_tiles(product, tiling or tiles(rows, outer, inner, product.x.element_size()))
-
-
 @functools.cache
 def _hopper() -> ModuleType:
     """Gluon is experimental: other releases of Triton may lack it, so it is imported where it runs."""
     return importlib.import_module("specgraph.kernels.linear.hopper")
-
-
-def _fill_on_hopper(product: Product) -> None:
-    _hopper().launch(product)
 
 
 def _hopper_covers(given: Linear | LinearNorm) -> bool:
@@ -197,51 +188,34 @@ def _hopper_covers(given: Linear | LinearNorm) -> bool:
     return covers
 
 
-def _linear(given: Linear, fill: Callable[[Product], None], pdl: bool | None) -> Tensor:
-    out = given.x.new_empty(_out_shape(given))
+def _filled(given: Linear | LinearNorm, fill: Callable[[Product], None], pdl: bool | None) -> Any:
+    """The result of a linear layer, and the parts of the norm behind it if it has one."""
+    out, next_norm = given.x.new_empty(_out_shape(given)), None
+    if isinstance(given, LinearNorm):
+        next_norm = (given.norm_weight, given.norm_offset, *_empty_parts(out))
     if out.numel() > 0:
-        fill(_product(given, out, None, pdl))
-    return out
+        fill(_product(given, out, next_norm, pdl))
+    return out if next_norm is None else (out, *next_norm[2:])
 
 
-def _linear_norm(given: LinearNorm, fill: Callable[[Product], None], pdl: bool | None) -> tuple[Tensor, Tensor, Tensor]:
-    out = given.x.new_empty(_out_shape(given))
-    parts = _empty_parts(out)
-    if out.numel() > 0:
-        fill(_product(given, out, (given.norm_weight, given.norm_offset, *parts), pdl))
-    return (out, *parts)
-
-
-def linear_triton(given: Linear, *, tiling: Tiles | None = None, pdl: bool | None = None) -> Tensor:
-    """:class:`Linear` in one kernel.
+def linear_triton(given: Linear | LinearNorm, *, tiling: Tiles | None = None, pdl: bool | None = None) -> Any:
+    """:class:`Linear` or :class:`LinearNorm` in one kernel; large tiles leave the parts of a norm to a second launch.
 
     Args:
         tiling: in place of :func:`~specgraph.kernels.linear.product.tiles`; one with another number of pieces may give
             other bits.
         pdl: whether to use programmatic dependent launch; None uses it where it exists.
     """
-    return _linear(given, functools.partial(_fill_by_tiles, tiling=tiling), pdl)
+    return _filled(given, functools.partial(launch_tiles, tiling=tiling), pdl)
 
 
-def linear_hopper(given: Linear, *, pdl: bool | None = None) -> Tensor:
-    """:class:`Linear` by the kernel for few rows on Hopper, which gives the bits of :func:`linear_triton`."""
-    return _linear(given, _fill_on_hopper, pdl)
-
-
-def linear_norm_triton(
-    given: LinearNorm, *, tiling: Tiles | None = None, pdl: bool | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:class:`LinearNorm`, as :func:`linear_triton`; large tiles leave the parts of the norm to a second launch."""
-    return _linear_norm(given, functools.partial(_fill_by_tiles, tiling=tiling), pdl)
-
-
-def linear_norm_hopper(given: LinearNorm, *, pdl: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """:class:`LinearNorm`, as :func:`linear_hopper`."""
-    return _linear_norm(given, _fill_on_hopper, pdl)
+def linear_hopper(given: Linear | LinearNorm, *, pdl: bool | None = None) -> Any:
+    """The same by the kernel for few rows on Hopper, which gives the bits of :func:`linear_triton`."""
+    return _filled(given, _hopper().launch, pdl)
 
 
 def norm_parts_triton(given: NormParts, *, pdl: bool | None = None) -> tuple[Tensor, Tensor]:
-    """:class:`NormParts` in one kernel, with the bits that :func:`linear_norm_triton` gives."""
+    """:class:`NormParts` in one kernel, with the bits that :func:`linear_triton` gives."""
     parts = _empty_parts(given.x)
     if given.x.numel() > 0:
         launch_norm_parts(as_rows(given.x), (given.norm_weight, given.norm_offset, *parts), pdl)
@@ -308,19 +282,14 @@ def _linear_norm_fake(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
     return (out, *_norm_parts_fake(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
+HOPPER = Variant("hopper", linear_hopper, batch_invariant=True, covers=_hopper_covers)
 LINEAR = declare(
     "linear", Linear, _linear_fake,
-    (
-        Variant("hopper", linear_hopper, batch_invariant=True, covers=_hopper_covers),
-        *triton_or_reference(linear_triton, linear_reference, covers=not_float64("x")),
-    ),
+    (HOPPER, *triton_or_reference(linear_triton, linear_reference, covers=not_float64("x"))),
 )
 LINEAR_NORM = declare(
     "linear_norm", LinearNorm, _linear_norm_fake,
-    (
-        Variant("hopper", linear_norm_hopper, batch_invariant=True, covers=_hopper_covers),
-        *triton_or_reference(linear_norm_triton, linear_norm_reference, covers=not_float64("x")),
-    ),
+    (HOPPER, *triton_or_reference(linear_triton, linear_norm_reference, covers=not_float64("x"))),
 )
 NORM_PARTS = declare(
     "norm_parts", NormParts, _norm_parts_fake,

@@ -130,11 +130,11 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def launch_tiles(product: Product, tiling: Tiles) -> None:
-    """Fill the results of ``product``."""
-    groups = norm_groups(product.weight.shape[1])
+def launch_tiles(product: Product, tiling: Tiles | None = None) -> None:
+    """Fill the results of ``product``, in the tiles that :func:`tiles` names unless others are given."""
     out, x, weight, residual = product.out, product.x, product.weight, product.residual
     rows, (weight_rows, in_features), pdl = x.shape[0], weight.shape, product.pdl
+    groups, tiling = norm_groups(in_features), tiling or tiles(rows, weight_rows, in_features, x.element_size())
     if product.gated and product.next_norm:
         tiling = tiling._replace(block_o=128)  # 64 gate and 64 up rows give whole norm groups of the result
     # Each operand of the epilogue may take 32 registers of a thread if it is read before the product.
