@@ -1,92 +1,49 @@
 """The functions from which step graphs are built, and the packing of a step's results."""
 
-from specgraph.kernels.attention.packing import (
-    needed_packed_rows,
-    pack_rows,
-    packed_places,
-    take_packed_rows,
-    unpack_rows,
-)
-from specgraph.kernels.step.drafting import (
-    drafts_wanted,
-    in_draft_vocabulary,
-    in_target_vocabulary,
-    last_accepted,
-    last_position,
-    real_rows,
-    survival,
-    where_surviving,
-)
-from specgraph.kernels.step.finalize import finalize_step
-from specgraph.kernels.step.index import gather_state, scatter_state_, select_state
-from specgraph.kernels.step.lookup import any_found, prefer_found, record_accepted_
-from specgraph.kernels.step.ngram import ngram_lookup, record_tokens_
-from specgraph.kernels.step.rerun import keep_rows_, next_module_tokens, rerun
-from specgraph.kernels.step.rows import expand_draft_inputs, row_slots
-from specgraph.kernels.step.step import (
-    draft_tokens,
-    for_host,
-    keep_confidence_,
-    keep_point_mass_,
-    needed_rows,
-    positions_and_next,
-    propose_,
-    row_positions,
-    rows_before_last,
-    take_rows,
-    unsettled_rows,
-)
-from specgraph.kernels.step.suffix import suffix_lookup
-from specgraph.kernels.step.tokens import advance_, bad_rows
-from specgraph.kernels.step.tracing import drawn_ids, trace_columns, trace_tokens
-from specgraph.kernels.step.writes import FINAL_WRITES, WRITES, writes
-
-__all__ = [
-    "FINAL_WRITES",
-    "WRITES",
-    "advance_",
-    "any_found",
-    "bad_rows",
-    "draft_tokens",
-    "drafts_wanted",
-    "drawn_ids",
-    "expand_draft_inputs",
-    "finalize_step",
-    "for_host",
-    "gather_state",
-    "in_draft_vocabulary",
-    "in_target_vocabulary",
-    "keep_confidence_",
-    "keep_point_mass_",
-    "keep_rows_",
-    "last_accepted",
-    "last_position",
-    "needed_packed_rows",
-    "needed_rows",
-    "next_module_tokens",
-    "ngram_lookup",
-    "pack_rows",
-    "packed_places",
-    "positions_and_next",
-    "prefer_found",
-    "propose_",
-    "real_rows",
-    "record_accepted_",
-    "record_tokens_",
-    "rerun",
-    "row_positions",
-    "row_slots",
-    "rows_before_last",
-    "scatter_state_",
-    "select_state",
-    "suffix_lookup",
-    "survival",
-    "take_packed_rows",
-    "take_rows",
-    "trace_columns",
-    "trace_tokens",
-    "unpack_rows",
-    "unsettled_rows",
-    "where_surviving",
-    "writes",
-]
+from specgraph.kernels.attention.packing import needed_packed_rows as needed_packed_rows
+from specgraph.kernels.attention.packing import pack_rows as pack_rows
+from specgraph.kernels.attention.packing import packed_places as packed_places
+from specgraph.kernels.attention.packing import take_packed_rows as take_packed_rows
+from specgraph.kernels.attention.packing import unpack_rows as unpack_rows
+from specgraph.kernels.step.drafting import drafts_wanted as drafts_wanted
+from specgraph.kernels.step.drafting import in_draft_vocabulary as in_draft_vocabulary
+from specgraph.kernels.step.drafting import in_target_vocabulary as in_target_vocabulary
+from specgraph.kernels.step.drafting import last_accepted as last_accepted
+from specgraph.kernels.step.drafting import last_position as last_position
+from specgraph.kernels.step.drafting import real_rows as real_rows
+from specgraph.kernels.step.drafting import survival as survival
+from specgraph.kernels.step.drafting import where_surviving as where_surviving
+from specgraph.kernels.step.finalize import finalize_step as finalize_step
+from specgraph.kernels.step.index import gather_state as gather_state
+from specgraph.kernels.step.index import scatter_state_ as scatter_state_
+from specgraph.kernels.step.index import select_state as select_state
+from specgraph.kernels.step.lookup import any_found as any_found
+from specgraph.kernels.step.lookup import prefer_found as prefer_found
+from specgraph.kernels.step.lookup import record_accepted_ as record_accepted_
+from specgraph.kernels.step.ngram import ngram_lookup as ngram_lookup
+from specgraph.kernels.step.ngram import record_tokens_ as record_tokens_
+from specgraph.kernels.step.rerun import keep_rows_ as keep_rows_
+from specgraph.kernels.step.rerun import next_module_tokens as next_module_tokens
+from specgraph.kernels.step.rerun import rerun as rerun
+from specgraph.kernels.step.rows import expand_draft_inputs as expand_draft_inputs
+from specgraph.kernels.step.rows import row_slots as row_slots
+from specgraph.kernels.step.step import draft_tokens as draft_tokens
+from specgraph.kernels.step.step import for_host as for_host
+from specgraph.kernels.step.step import keep_confidence_ as keep_confidence_
+from specgraph.kernels.step.step import keep_point_mass_ as keep_point_mass_
+from specgraph.kernels.step.step import needed_rows as needed_rows
+from specgraph.kernels.step.step import positions_and_next as positions_and_next
+from specgraph.kernels.step.step import propose_ as propose_
+from specgraph.kernels.step.step import row_positions as row_positions
+from specgraph.kernels.step.step import rows_before_last as rows_before_last
+from specgraph.kernels.step.step import take_rows as take_rows
+from specgraph.kernels.step.step import unsettled_rows as unsettled_rows
+from specgraph.kernels.step.suffix import suffix_lookup as suffix_lookup
+from specgraph.kernels.step.tokens import advance_ as advance_
+from specgraph.kernels.step.tokens import bad_rows as bad_rows
+from specgraph.kernels.step.tracing import drawn_ids as drawn_ids
+from specgraph.kernels.step.tracing import trace_columns as trace_columns
+from specgraph.kernels.step.tracing import trace_tokens as trace_tokens
+from specgraph.kernels.step.writes import FINAL_WRITES as FINAL_WRITES
+from specgraph.kernels.step.writes import WRITES as WRITES
+from specgraph.kernels.step.writes import writes as writes

@@ -273,9 +273,8 @@ def _comment(node: fx.Node) -> str:
 def _home(function: Any) -> str:
     """The module from which a function is imported: its package, if the package has it under the same name."""
     module: str = function.__module__
-    package = sys.modules.get(module.rpartition(".")[0])
-    offered = getattr(package, "__all__", ())
-    return package.__name__ if package is not None and function.__name__ in offered else module
+    package = module.rpartition(".")[0]
+    return package if getattr(sys.modules.get(package), function.__name__, None) is function else module
 
 
 def _root(function: Any) -> str:
