@@ -22,55 +22,6 @@ from specgraph.kernels.sampling.kept import is_wide, process_row, row_options
 from specgraph.kernels.sampling.sample import SHARED_NOISE_RULES, check_rule, process_logits, sample
 
 
-def sample_draft(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor | None,
-    key: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    *,
-    row: int,
-    rule: str,
-    draft_to_target: Tensor | None = None,
-    target_vocab_size: int | None = None,
-    return_processed: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Draw the drafts of a step from number ``row`` on: the op ``specgraph::sample_draft``.
-
-    Rules that share the target's noise (:data:`~specgraph.kernels.sampling.sample.SHARED_NOISE_RULES`) key it by the
-    token's absolute position, which is ``key`` plus the draft's number. The other rules
-    (:data:`~specgraph.kernels.sampling.sample.STEP_NOISE_RULES`) draw from their own stream, keyed by ``key`` and the
-    draft's number.
-
-    Args:
-        logits: ``[B, R, Vd]``, the draft's raw logits in its own vocabulary, for ``R`` drafts.
-        temperature, top_k, top_p, min_p: ``[B]`` as for :func:`~specgraph.kernels.sampling.sample.process_logits`.
-        seeds: int64 ``[B]``, or None as for :func:`~specgraph.kernels.sampling.sample.sample`.
-        key: int64 ``[B]``: the absolute position of the first draft that the next step verifies, which is the key of
-            that step.
-        row: the number of the first of these drafts within that step, from 0.
-        rule: the verification rule, one of :data:`~specgraph.kernels.sampling.sample.RULES`.
-        draft_to_target: int64 ``[Vd]``: the target id of every draft id. None: they are the same.
-        target_vocab_size: draft ids whose target id is not below this are never drawn. None: every id may be drawn.
-        return_processed: whether to return the log-weights.
-
-    Returns:
-        The tokens as target ids, int64 ``[B, R]``, and the processed log-weights they were drawn from,
-        ``[B, R, Vd]``, or ``[B, R, 0]`` if they are not wanted.
-
-    Raises:
-        ValueError: the rule does not exist.
-    """
-    check_rule(rule)
-    found: tuple[Tensor, Tensor] = torch.ops.specgraph.sample_draft(
-        logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, rule, target_vocab_size,
-        return_processed,
-    )
-    return found
-
-
 def _masked(given: SampleDraft) -> Tensor:
     """The logits, with -inf for ids that the target does not have."""
     logits, ids, limit = given.logits, given.draft_to_target, given.target_vocab_size
@@ -89,7 +40,7 @@ def _noise_keys(given: SampleDraft) -> tuple[int, Tensor, Tensor | None]:
 
 
 def sample_draft_reference(given: SampleDraft) -> tuple[Tensor, Tensor]:
-    """:func:`sample_draft` in plain PyTorch."""
+    """:class:`~specgraph.kernels.sampling.arguments.SampleDraft` in plain PyTorch."""
     check_rule(given.rule)
     processed = process_logits(_masked(given), given.temperature, given.top_k, given.top_p, given.min_p)
     stream, key, number = _noise_keys(given)
@@ -99,7 +50,7 @@ def sample_draft_reference(given: SampleDraft) -> tuple[Tensor, Tensor]:
 
 
 def sample_draft_cpu(given: SampleDraft) -> tuple[Tensor, Tensor]:
-    """:func:`sample_draft` on a CPU: all rows together where nothing is drawn or kept, or else one by one."""
+    """:func:`sample_draft_reference` on a CPU: all rows together where nothing is drawn or kept, or else one by one."""
     check_rule(given.rule)
     logits, ids = _masked(given), given.draft_to_target
     token = greedy_tokens(logits) if _is_greedy(given) else None
@@ -140,6 +91,7 @@ def _sample_draft_triton(given: SampleDraft, **tuning: int | None) -> tuple[Tens
 
 
 def _sample_draft_fake(given: SampleDraft) -> tuple[Tensor, Tensor]:
+    check_rule(given.rule)
     logits, key, ids = given.logits, given.key, given.draft_to_target
     require(logits.dim() == 3, lambda: f"logits must be [B, R, Vd], not {tuple(logits.shape)}")
     batch, rows, vocab = logits.shape
@@ -157,3 +109,4 @@ SAMPLE_DRAFT = declare(
         sample_draft_cpu, covers=_covers_cpu,
     ),
 )
+sample_draft = SAMPLE_DRAFT.function
