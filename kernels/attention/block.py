@@ -129,7 +129,7 @@ def _empty(given: BlockAttention | PagedBlockAttention) -> Tensor:
     return given.q.new_empty(batch, rows, heads, given.v.shape[3])
 
 
-KEEP_CONTEXT = declare(
+declare(
     "keep_context", KeepContext, _keep_context_fake, (Variant("reference", lambda given: None, batch_invariant=True),),
 )
 WRITE_CONTEXT = declare(

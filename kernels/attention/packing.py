@@ -48,7 +48,7 @@ class PackRows:
 
     values: Tensor
     source: Tensor
-    fill: int
+    fill: int = 0
 
 
 @dataclass(slots=True)
@@ -64,8 +64,8 @@ class UnpackRows:
 class TakePackedRows:
     """``count`` rows of every sequence from its row ``first`` ``[B]`` on: ``[B, count, ...]`` of ``[1, R, ...]``.
 
-    With a ``width``, the last of them is the last column of a grid of that width at most. Where a sequence has no such
-    row, it is some row.
+    This is :func:`~specgraph.kernels.step.step.take_rows` of the grid. With a ``width``, the last of them is the last
+    column of a grid of that width at most. Where a sequence has no such row, it is some row.
     """
 
     values: Tensor
@@ -88,12 +88,6 @@ def packed_places(num_rows: Tensor, room: Tensor, grid: Tensor, extra: int = 0) 
     return cu_seqlens, source
 
 
-def pack_rows(values: Tensor, source: Tensor, fill: int = 0) -> Tensor:
-    """The packed rows ``[1, R, ...]`` of ``values`` ``[B, W, ...]``, with ``fill`` where there is padding."""
-    packed: Tensor = torch.ops.specgraph.pack_rows(values, source, fill)
-    return packed
-
-
 def unpack_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor) -> Tensor:
     """The grid ``[B, W, ...]`` of packed rows ``values`` ``[1, R, ...]``, with 0 where there is padding.
 
@@ -103,20 +97,13 @@ def unpack_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor) -> Tensor:
     return unpacked
 
 
-def take_packed_rows(values: Tensor, cu_seqlens: Tensor, first: Tensor, count: int) -> Tensor:
-    """:func:`~specgraph.kernels.step.step.take_rows` of the grid whose packed rows are ``values`` ``[1, R, H]``."""
-    taken: Tensor = torch.ops.specgraph.take_packed_rows(values, cu_seqlens, first, count)
-    return taken
-
-
 def needed_packed_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor, num_forced: Tensor, count: int) -> Tensor:
     """:func:`~specgraph.kernels.step.step.needed_rows` of ``grid`` ``[B, T, ...]``: ``[B, min(T, count), H]``.
 
     Its packed rows are ``values`` ``[1, R, H]``.
     """
     width = grid.shape[1]
-    needed: Tensor = torch.ops.specgraph.take_packed_rows(values, cu_seqlens, num_forced, min(count, width), width)
-    return needed
+    return take_packed_rows(values, cu_seqlens, num_forced, min(count, width), width)
 
 
 def packed_places_reference(given: PackedPlaces) -> tuple[Tensor, Tensor]:
@@ -304,18 +291,18 @@ def _check_packed(values: Tensor, cu_seqlens: Tensor) -> None:
     require(cu_seqlens.dim() == 1 and cu_seqlens.shape[0] >= 2, lambda: "cu_seqlens must be [B + 2]")
 
 
-PACKED_PLACES = declare(
+declare(
     "packed_places", PackedPlaces, _packed_places_fake,
     triton_or_reference(packed_places_triton, packed_places_reference, moves_only=True),
 )
-PACK_ROWS = declare(
+pack_rows = declare(
     "pack_rows", PackRows, _pack_rows_fake, triton_or_reference(pack_rows_triton, pack_rows_reference, moves_only=True),
-)
-UNPACK_ROWS = declare(
+).function
+declare(
     "unpack_rows", UnpackRows, _unpack_rows_fake,
     triton_or_reference(unpack_rows_triton, unpack_rows_reference, moves_only=True),
 )
-TAKE_PACKED_ROWS = declare(
+take_packed_rows = declare(
     "take_packed_rows", TakePackedRows, _take_packed_rows_fake,
     triton_or_reference(take_packed_rows_triton, take_packed_rows_reference, moves_only=True),
-)
+).function

@@ -76,7 +76,7 @@ def _cached_conv_fake(given: CachedConv) -> Tensor:
     return given.x.new_empty(given.x.transpose(1, 2).shape).transpose(1, 2)
 
 
-CAUSAL_CONV = declare(
+declare(
     "causal_conv", CausalConv, _causal_conv_fake, (Variant("reference", causal_conv_reference, False),),
 )
 CACHED_CONV = declare(

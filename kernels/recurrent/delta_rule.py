@@ -236,7 +236,7 @@ def _triton(given: CachedDeltaRule) -> Tensor:
     return channel_gates_triton(given) if given.g.dim() == 4 else cached_delta_rule_triton(given)
 
 
-GATED_DELTA_RULE = declare(
+declare(
     "gated_delta_rule", GatedDeltaRule, _gated_delta_rule_fake,
     (
         Variant("library", gated_delta_rule_chunks, batch_invariant=False, covers=covers_chunks),

@@ -99,7 +99,7 @@ def _cached_scan_fake(given: CachedScan) -> Tensor:
     return given.x.new_empty(given.x.transpose(1, 2).shape).transpose(1, 2)
 
 
-SELECTIVE_SCAN = declare(
+declare(
     "selective_scan", SelectiveScan, _selective_scan_fake,
     (Variant("reference", selective_scan_reference, batch_invariant=False),),
 )

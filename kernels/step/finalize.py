@@ -178,11 +178,10 @@ def _finalize_fake(given: FinalizeStep) -> StepUpdate:
     return StepUpdate(*(tokens.new_empty(shape) for shape in shapes), ahead)  # type: ignore[call-arg, arg-type]
 
 
-FINALIZE_STEP = declare(
+finalize_step = declare(
     "finalize_step", FinalizeStep, _finalize_fake,
     with_cpu(
         triton_or_reference(finalize_triton, finalize_reference, moves_only=True), finalize_cpu,
         covers=lambda given: is_small(given.tokens),
     ),
-)
-finalize_step = FINALIZE_STEP.function
+).function

@@ -320,11 +320,10 @@ def _expand_draft_inputs_fake(given: ExpandDraftInputs) -> tuple[Tensor, Tensor,
     return out, rows, hidden.new_empty(batch, length, hidden.shape[2])
 
 
-CONSECUTIVE_POSITIONS = declare(
+consecutive_positions = declare(
     "consecutive_positions", ConsecutivePositions, _consecutive_positions_fake,
     triton_or_reference(consecutive_positions_triton, consecutive_positions_reference, moves_only=True),
-)
-consecutive_positions = CONSECUTIVE_POSITIONS.function
+).function
 ROW_SLOTS = declare(
     "row_slots", RowSlots, _row_slots_fake,
     with_cpu(
@@ -333,13 +332,11 @@ ROW_SLOTS = declare(
     ),
 )
 row_slots = ROW_SLOTS.function
-CONSECUTIVE_ROWS = declare(
+consecutive_rows = declare(
     "consecutive_rows", ConsecutiveRows, _consecutive_rows_fake,
     triton_or_reference(consecutive_rows_triton, consecutive_rows_reference, moves_only=True),
-)
-consecutive_rows = CONSECUTIVE_ROWS.function
-EXPAND_DRAFT_INPUTS = declare(
+).function
+expand_draft_inputs = declare(
     "expand_draft_inputs", ExpandDraftInputs, _expand_draft_inputs_fake,
     triton_or_reference(expand_draft_inputs_triton, expand_draft_inputs_reference, moves_only=True),
-)
-expand_draft_inputs = EXPAND_DRAFT_INPUTS.function
+).function
