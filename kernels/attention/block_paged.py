@@ -29,20 +29,19 @@ from torch import Tensor
 
 from specgraph.kernels.attention import paged
 from specgraph.kernels.attention.block_arguments import PagedBlockAttention, WriteContext
-from specgraph.kernels.attention.decode import attend_split, load_pages, split_begin, write_cache_kernel
+from specgraph.kernels.attention.decode import attend_work_units, load_pages, split_begin, write_cache_kernel
 from specgraph.kernels.attention.paged import WRITTEN_TOKENS, Tiling
 from specgraph.kernels.attention.tiles import (
     add_block,
     empty_state,
     empty_sums,
     load_rotated,
-    loop_bound,
     merge,
     score,
     store_result,
     sum_of_keys,
 )
-from specgraph.kernels.attention.work_units import divide_context, is_last, merge_work_units, store_work_unit
+from specgraph.kernels.attention.work_units import divide_context, is_last, merge_work_units
 from specgraph.kernels.launch import arrival_counters, contiguous, dense_rows, gdc_launch_dependents, gdc_wait, launch
 
 
@@ -147,30 +146,13 @@ def block_attention_kernel(
         D, DV, DP, DVP, ROTARY, NEW,
     )
 
-    # ---- online softmax: blocks of keys into a KV split, KV splits into a work unit, and work units into m_i, l_i, acc
-    m_i, l_i, acc = empty_state(DVP, BLOCK_M, False)
     task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
-    for work_unit in range(loop_bound(program), loop_bound(work_units), loop_bound(tl.maximum(programs, 1))):
-        m_unit, l_unit, acc_unit = empty_state(DVP, BLOCK_M, False)
-        past = tl.minimum((first_work_unit + work_unit + 1) * splits_per_unit, last)
-        for split in range(
-            loop_bound(tl.maximum((first_work_unit + work_unit) * splits_per_unit, first)), loop_bound(past)
-        ):
-            m_split, l_split, acc_split = attend_split(
-                tile_q, position, k_cache_head, v_cache_head, pages,
-                begin, tl.minimum(end, (split + 1) * KV_SPLIT), k_slot, v_slot, scale, 0.0,
-                D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_N, BLOCK_M, WINDOW, False, STAGES, OFFSET, True,
-            )
-            m_unit, l_unit, acc_unit = merge(m_unit, l_unit, acc_unit, m_split, l_split, acc_split, scale, False)
-            next_split = tl.where(
-                split + 1 < past, split + 1, (first_work_unit + work_unit + programs) * splits_per_unit
-            )
-            begin = split_begin(next_split, low, KV_SPLIT, BLOCK_N, WINDOW)
-            pages = load_pages(table, begin, end, BLOCK_SIZE, PAGES)
-        if SHARED and programs > 1:
-            index = task * max_work_units + work_unit
-            store_work_unit(partials, index, real, m_unit, l_unit, acc_unit, DVP, BLOCK_M)
-        m_i, l_i, acc = merge(m_i, l_i, acc, m_unit, l_unit, acc_unit, scale, False)
+    m_i, l_i, acc = attend_work_units(
+        tile_q, position, real, k_cache_head, v_cache_head, table, pages, begin, low, end, first,
+        last, splits_per_unit, first_work_unit, work_units, program, programs, partials, task, max_work_units, k_slot,
+        v_slot, scale, 0.0, D, DV, DP, DVP, BLOCK_SIZE, PAGES, KV_SPLIT, BLOCK_N, BLOCK_M, WINDOW, False, SHARED,
+        STAGES, OFFSET, BEHIND=True,
+    )
 
     # ---- merge the block's own keys and values, and out = acc / l_i: [DVP, BLOCK_M]
     # Each branch ends on its own. A common end after both would first convert the sums to a common layout.

@@ -112,7 +112,7 @@ def attend_split(
     tile_q, position, k_cache, v_cache, pages, begin, end, k_slot, v_slot, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, OFFSET: tl.constexpr, BEHIND: tl.constexpr = False,
+    STAGES: tl.constexpr, OFFSET: tl.constexpr, BEHIND: tl.constexpr,
 ):
     """Online softmax of ``tile_q`` ``[DP, BLOCK_M]`` at ``position`` over the keys in ``[begin, end)``.
 
@@ -152,6 +152,46 @@ def split_begin(split, low, KV_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, WINDO
     if WINDOW > 0:
         begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)
     return begin
+
+
+@triton.jit
+def attend_work_units(
+    tile_q, position, real, k_cache, v_cache, table, pages, begin, low, end, first, last, splits_per_unit,
+    first_work_unit, work_units, program, programs, partials, task, max_work_units, k_slot, v_slot, scale, cap,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PAGES: tl.constexpr, KV_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr,
+    BEHIND: tl.constexpr = False,
+):
+    """Online softmax of ``tile_q`` ``[DP, BLOCK_M]`` over the work units of a program: ``m_i``, ``l_i`` and ``acc``.
+
+    ``begin`` and ``pages`` are those of its first KV split. If ``SHARED`` and several programs share the context, each
+    work unit's own result goes to ``partials``, too.
+    """
+    # ---- online softmax: blocks into a KV split, KV splits into a work unit, and work units into m_i, l_i, acc
+    m_i, l_i, acc = empty_state(DVP, BLOCK_M, False)
+    for work_unit in range(loop_bound(program), loop_bound(work_units), loop_bound(tl.maximum(programs, 1))):
+        m_unit, l_unit, acc_unit = empty_state(DVP, BLOCK_M, False)
+        past = tl.minimum((first_work_unit + work_unit + 1) * splits_per_unit, last)
+        for split in range(
+            loop_bound(tl.maximum((first_work_unit + work_unit) * splits_per_unit, first)), loop_bound(past)
+        ):
+            m_split, l_split, acc_split = attend_split(
+                tile_q, position, k_cache, v_cache, pages, begin, tl.minimum(end, (split + 1) * KV_SPLIT), k_slot,
+                v_slot, scale, cap, D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_N, BLOCK_M, WINDOW, SOFTCAP, STAGES,
+                OFFSET, BEHIND,
+            )
+            m_unit, l_unit, acc_unit = merge(m_unit, l_unit, acc_unit, m_split, l_split, acc_split, scale, False)
+            next_split = tl.where(
+                split + 1 < past, split + 1, (first_work_unit + work_unit + programs) * splits_per_unit
+            )
+            begin = split_begin(next_split, low, KV_SPLIT, BLOCK_N, WINDOW)
+            pages = load_pages(table, begin, end, BLOCK_SIZE, PAGES)
+        if SHARED and programs > 1:
+            index = task * max_work_units + work_unit
+            store_work_unit(partials, index, real, m_unit, l_unit, acc_unit, DVP, BLOCK_M)
+        m_i, l_i, acc = merge(m_i, l_i, acc, m_unit, l_unit, acc_unit, scale, False)
+    return m_i, l_i, acc
 
 
 @triton.jit(do_not_specialize=["T", "max_splits", "max_work_units", "sequences"])
@@ -232,29 +272,12 @@ def decode_attention_kernel(
         # Any thread of this program may read what the others have just written to the cache.
         tl.debug_barrier()
 
-    # ---- online softmax: blocks into a KV split, KV splits into a work unit, and work units into m_i, l_i, acc
-    m_i, l_i, acc = empty_state(DVP, BLOCK_M, False)
-    for work_unit in range(loop_bound(program), loop_bound(work_units), loop_bound(tl.maximum(programs, 1))):
-        m_unit, l_unit, acc_unit = empty_state(DVP, BLOCK_M, False)
-        past = tl.minimum((first_work_unit + work_unit + 1) * splits_per_unit, last)
-        for split in range(
-            loop_bound(tl.maximum((first_work_unit + work_unit) * splits_per_unit, first)), loop_bound(past)
-        ):
-            m_split, l_split, acc_split = attend_split(
-                tile_q, position, k_cache_head, v_cache_head, pages,
-                begin, tl.minimum(end, (split + 1) * KV_SPLIT), k_slot, v_slot, scale, cap,
-                D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_N, BLOCK_M, WINDOW, SOFTCAP, STAGES, OFFSET,
-            )
-            m_unit, l_unit, acc_unit = merge(m_unit, l_unit, acc_unit, m_split, l_split, acc_split, scale, False)
-            next_split = tl.where(
-                split + 1 < past, split + 1, (first_work_unit + work_unit + programs) * splits_per_unit
-            )
-            begin = split_begin(next_split, low, KV_SPLIT, BLOCK_N, WINDOW)
-            pages = load_pages(table, begin, end, BLOCK_SIZE, PAGES)
-        if SHARED and programs > 1:
-            index = task * max_work_units + work_unit
-            store_work_unit(partials, index, real, m_unit, l_unit, acc_unit, DVP, BLOCK_M)
-        m_i, l_i, acc = merge(m_i, l_i, acc, m_unit, l_unit, acc_unit, scale, False)
+    m_i, l_i, acc = attend_work_units(
+        tile_q, position, real, k_cache_head, v_cache_head, table, pages, begin, low, end, first,
+        last, splits_per_unit, first_work_unit, work_units, program, programs, partials, task, max_work_units, k_slot,
+        v_slot, scale, cap, D, DV, DP, DVP, BLOCK_SIZE, PAGES, KV_SPLIT, BLOCK_N, BLOCK_M, WINDOW, SOFTCAP, SHARED,
+        STAGES, OFFSET,
+    )
 
     # ---- out = acc / l_i: [DVP, BLOCK_M], of the merged work units if several programs share the context
     out_query = (batch * T + query) * (HEADS * GROUP) + q_head
