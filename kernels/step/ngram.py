@@ -159,6 +159,16 @@ def record_tokens_reference(given: RecordTokens) -> None:
 
 
 @triton.jit
+def sequence_bounds(rows, length, longest, b):
+    """The row of ``history`` of sequence b, and how many tokens it has: 0 if there is no sequence."""
+    row = b.to(tl.int64)
+    if rows is not None:
+        row = tl.load(rows + b)
+    end = tl.where(row >= 0, tl.minimum(tl.load(length + b), longest), 0).to(tl.int32)
+    return tl.maximum(row, 0), end
+
+
+@triton.jit
 def _search(history, start, odd, end, part, parts, tiles, MAX_NGRAM: tl.constexpr, MIN_NGRAM: tl.constexpr,
             TILE: tl.constexpr):
     """The best score among every ``parts``-th tile of one sequence, -1 if nothing matches.
@@ -198,11 +208,8 @@ def _lookup_kernel(
     """One part of the search in one sequence; grid (parts, B). The last part to arrive writes the drafts."""
     gdc_wait(PDL)
     part, b = tl.program_id(0), tl.program_id(1)
-    row = b.to(tl.int64)
-    if rows is not None:
-        row = tl.load(rows + b)
-    end = tl.where(row >= 0, tl.minimum(tl.load(length + b), longest), 0).to(tl.int32)
-    begin = tl.maximum(row, 0) * stride
+    row, end = sequence_bounds(rows, length, longest, b)
+    begin = row * stride
     start = begin // 2 * 2
     odd = (begin - start).to(tl.int32)
     tiles = (end - 1 + odd + TILE - 1) // TILE

@@ -13,16 +13,7 @@ import triton.language as tl
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
-
-
-@triton.jit
-def _bounds(rows, length, longest, b):
-    """The row of ``history`` of sequence b, and how many tokens it has: 0 if there is no sequence."""
-    row = b.to(tl.int64)
-    if rows is not None:
-        row = tl.load(rows + b)
-    end = tl.where(row >= 0, tl.minimum(tl.load(length + b), longest), 0).to(tl.int32)
-    return tl.maximum(row, 0), end
+from specgraph.kernels.step.ngram import sequence_bounds
 
 
 @triton.jit
@@ -33,7 +24,7 @@ def match_kernel(
     """``matched`` of every ``num_programs(0)``-th tile of one sequence, and the maximum of each; grid (parts, B)."""
     gdc_wait(PDL)
     b = tl.program_id(1)
-    row, end = _bounds(rows, length, longest, b)
+    row, end = sequence_bounds(rows, length, longest, b)
     gdc_launch_dependents(PDL)
     first = history + row * stride
     last = end - 1
@@ -111,7 +102,7 @@ def vote_kernel(
     gdc_wait(PDL)
     b, index = tl.program_id(1), tl.program_id(0)
     size = MIN_MATCH + index
-    row, end = _bounds(rows, length, longest, b)
+    row, end = sequence_bounds(rows, length, longest, b)
     gdc_launch_dependents(PDL)
     used = (end - 1 + TILE - 1) // TILE
     first, here = history + row * stride, b.to(tl.int64) * tiles
