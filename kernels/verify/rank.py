@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.launch import block_size, contiguous, launch
+from specgraph.kernels.launch import block_size, contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, not_float64, triton_or_reference
 
 _TILE = 4096
@@ -63,9 +63,8 @@ def _rank_kernel(
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):
     """The candidates of one row. The grid is (R, B)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_wait(PDL)
+    gdc_launch_dependents(PDL)
     row, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     line = batch * tl.num_programs(0) + row
     candidate = tl.arange(0, BLOCK)

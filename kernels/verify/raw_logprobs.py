@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.launch import launch
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.sampling.gumbel import LOG2E, TILE, WARPS, aligned, split_size
 from specgraph.kernels.verify.rows import logprob, merge_sums, place_rows, split_largest, split_sums
 
@@ -30,9 +30,8 @@ def _sum_rows(
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):
     """The largest logit and the sum of exponentials of one split of one row. The grid is (splits, R, B)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_wait(PDL)
+    gdc_launch_dependents(PDL)
     split, batch = tl.program_id(0), tl.program_id(2)
     line = batch * count + tl.program_id(1)
     num_rows, num_forced = tl.load(num_rows_ptr + batch).to(tl.int32), tl.load(num_forced_ptr + batch).to(tl.int32)
@@ -53,8 +52,7 @@ def _write(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Merge the splits of every row of one sequence, and write its log-probabilities. The grid is (B,)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     batch, rows, ks = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, SPLITS)
     row, needed, _, first, _, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
     token = tl.load(emitted_ptr + batch * width + row, mask=needed, other=-1)
@@ -73,8 +71,7 @@ def _write(
     value = logprob(x, largest, total, 1.0)
     value = tl.where(largest == -float("inf"), tl.where(token == 0, 0.0, -float("inf")), value)
     tl.store(logprobs_ptr + batch * width + row, tl.where(wanted, value, 0.0), mask=rows < count)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 def raw_logprobs(logits: Tensor, emitted: Tensor, num_rows: Tensor, num_forced: Tensor) -> Tensor:
