@@ -14,10 +14,11 @@ from specgraph.kernels.sampling.sample import check_rule
 LOSSLESS_RULES = ("strict", "probabilistic", "block")
 """The rules whose output has exactly the target's distribution. ``typical`` and ``synthetic`` change it."""
 LOGPROBS = ("none", "raw", "processed")
-VECTORS = (
-    "temperature", "seeds", "top_k", "top_p", "min_p", "num_rows", "num_forced", "point_mass", "draft_rows",
-)
-"""The arguments with one value per sequence."""
+VECTORS = {
+    "temperature": None, "seeds": torch.int64, "top_k": torch.int64, "top_p": None, "min_p": None,
+    "num_rows": torch.int64, "num_forced": torch.int64, "point_mass": torch.bool, "draft_rows": torch.int64,
+}
+"""The arguments with one value per sequence, and the dtypes that they must have."""
 
 
 @dataclass(slots=True)
@@ -102,8 +103,8 @@ def check(given: Verify) -> None:
         ValueError: names the argument, what it is and what it must be.
     """
     check_block(given)
-    for name in VECTORS:
-        _check_vector(name, getattr(given, name), given.logits.shape[0])
+    for name, dtype in VECTORS.items():
+        _check_vector(name, getattr(given, name), given.logits.shape[0], dtype)
 
 
 def check_block(given: Verify) -> None:
@@ -172,17 +173,15 @@ def _check_map(ids: Tensor | None, vocab: int) -> None:
         )
 
 
-def _check_vector(name: str, value: Tensor | None, batch: int) -> None:
+def _check_vector(name: str, value: Tensor | None, batch: int, dtype: torch.dtype | None) -> None:
     if value is None:
         return
     require(
         value.dim() == 1 and value.shape[0] == batch,
         lambda: f"{name} must have one value per sequence, [{batch}], got {_shape(value)}.",
     )
-    if name in ("seeds", "top_k", "num_rows", "num_forced", "draft_rows"):
-        require(value.dtype == torch.int64, lambda: f"{name} must be int64, got {value.dtype}.")
-    if name == "point_mass":
-        require(value.dtype == torch.bool, lambda: f"{name} must be bool, got {value.dtype}.")
+    fits = dtype is None or value.dtype == dtype
+    require(fits, lambda: f"{name} must be {str(dtype).removeprefix('torch.')}, got {value.dtype}.")
 
 
 def _check_options(given: Verify) -> None:
