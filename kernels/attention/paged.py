@@ -149,7 +149,7 @@ def _launch(
     capacity = block_table.shape[1] * caches[0].shape[1]
     constants = {
         **written, **read_constants(given, tiling), "SOFTCAP": softcap is not None,
-        "LANES": 0 if cu_seqlens is None else max(LANES, _power_of_two(len(cu_seqlens) - 1)),
+        "LANES": 0 if cu_seqlens is None else max(LANES, triton.next_power_of_2(len(cu_seqlens) - 1)),
     }
     tables = (slots, block_table, positions, cu_seqlens, given.sinks, out)
     factors = score_factors(scale, softcap)
@@ -168,8 +168,8 @@ def _launch(
     launch(
         decode_attention_kernel, (tiles, sequences, programs), q, k, v, cos, sin, *caches, *tables, partials, counters,
         len(block_table), *q.stride()[:3], *strides, block_table.stride(0), length, splits, work_units, *factors,
-        BLOCK_M=block_m, WRITE=0 if write_first else _power_of_two(max(length, WRITTEN_TOKENS)), SHARED=programs > 1,
-        PAGES=pages_of(tiling.kv_split, caches[0].shape[1]), **constants,
+        BLOCK_M=block_m, WRITE=0 if write_first else triton.next_power_of_2(max(length, WRITTEN_TOKENS)),
+        SHARED=programs > 1, PAGES=pages_of(tiling.kv_split, caches[0].shape[1]), **constants,
     )
     return out
 
@@ -221,12 +221,8 @@ def widths(k: Tensor, v: Tensor) -> dict[str, int]:
     A tile's width is a power of two, and at least the 16 that ``tl.dot`` needs.
     """
     dim, value_dim = k.shape[3], v.shape[3]
-    return {"D": dim, "DV": value_dim, "DP": max(16, _power_of_two(dim)), "DVP": max(16, _power_of_two(value_dim))}
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least ``n``."""
-    return 1 << (n - 1).bit_length()
+    padded, value_padded = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    return {"D": dim, "DV": value_dim, "DP": padded, "DVP": value_padded}
 
 
 def offset_type(*caches: Tensor) -> Any:
@@ -295,7 +291,9 @@ def suits_prefill(pairs: int, sequences: int, value_dim: int, dtype: torch.dtype
 
 def pages_of(kv_split: int, block_size: int) -> int:
     """A number of pages, a power of two, that holds a KV split wherever it begins."""
-    return _power_of_two(kv_split // block_size if kv_split % block_size == 0 else kv_split // block_size + 2)
+    whole = kv_split // block_size
+    pages: int = triton.next_power_of_2(whole if kv_split % block_size == 0 else whole + 2)
+    return pages
 
 
 def num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:

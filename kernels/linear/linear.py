@@ -56,19 +56,14 @@ from specgraph.kernels.linear.product import (
 )
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 
-_GELU_TANH = functools.partial(functional.gelu, approximate="tanh")
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y,
     "silu": functional.silu,
     "gelu": functional.gelu,
-    "gelu_tanh": _GELU_TANH,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
-_GATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu_mul": functional.silu,
-    "gelu_mul": functional.gelu,
-    "gelu_tanh_mul": _GELU_TANH,
-}
+_GATED = {f"{name}_mul": _PLAIN[name] for name in ("silu", "gelu", "gelu_tanh")}
 ACTIVATIONS = (*_PLAIN, *_GATED)
 """The activations. The last three take a weight of gate rows over up rows and give ``act(gate) * up``."""
 

@@ -6,26 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-
-class Beside(NamedTuple):
-    """What :func:`column_of` takes: tensors ``[B, k]`` without those of no column, their widths, and their strides."""
-
-    tensors: tuple[Tensor, ...]
-    widths: tuple[int, ...]
-    strides: tuple[int, ...]
+from specgraph.kernels.launch import dense_rows
 
 
-def side_by_side(tensors: Sequence[Tensor]) -> Beside:
-    """``tensors`` ``[B, k]`` for :func:`column_of`."""
-    # The first columns of a wider tensor are read where they lie, which saves a launch.
-    some = [tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in tensors if tensor.shape[1]]
-    return Beside(tuple(some), tuple(tensor.shape[1] for tensor in some), tuple(tensor.stride(0) for tensor in some))
+def side_by_side(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...]]:
+    """What :func:`column_of` takes: ``tensors`` ``[B, k]`` without those of no column, their widths, and their strides.
+
+    The first columns of a wider tensor are read where they lie, which saves a launch.
+    """
+    some = tuple(dense_rows(tensor) for tensor in tensors if tensor.shape[1])
+    return some, tuple(tensor.shape[1] for tensor in some), tuple(tensor.stride(0) for tensor in some)
 
 
 @triton.jit
