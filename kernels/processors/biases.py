@@ -34,17 +34,7 @@ from torch import Tensor
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import contiguous, dense_rows
-from specgraph.kernels.processors.context import (
-    CONTEXT,
-    Context,
-    by_position,
-    check_context,
-    context_lengths,
-    copied,
-    declare_processor,
-    load_context,
-    row_context,
-)
+from specgraph.kernels.processors.context import CONTEXT, Context, copied, declare_processor, load_context, row_context
 
 BLOCK = 64
 """Words of a program."""
@@ -72,6 +62,15 @@ class AddBiases(Context):
     bias_values: Tensor
     bias_until: Tensor
 
+    def check(self) -> None:
+        """Refuse shapes that do not fit, with a ``ValueError`` that names the argument."""
+        Context.check(self)
+        names = ("prompt_length", "bias_tokens", "bias_ends", "bias_values", "bias_until")
+        check_batch(self, self.logits.shape[0], *names)
+        alike = self.bias_ends.shape == self.bias_values.shape == self.bias_until.shape and self.bias_ends.dim() == 2
+        require(alike, lambda: "bias_ends, bias_values and bias_until must be [B, L] alike")
+        require(self.bias_tokens.dim() == 2, lambda: f"bias_tokens must be [B, P], not {self.bias_tokens.dim()}-d")
+
 
 def add_biases_reference(given: AddBiases) -> Tensor:
     """:class:`AddBiases` in plain PyTorch, which never reads a value on the host."""
@@ -80,14 +79,14 @@ def add_biases_reference(given: AddBiases) -> Tensor:
 
 def _biased(given: AddBiases, longest: int) -> Tensor:
     """``longest``: no word has more tokens."""
-    _check(given)
+    given.check()
     out, (batch, count, vocab) = copied(given.logits), given.logits.shape
     begins = torch.nn.functional.pad(given.bias_ends[:, :-1], (1, 0))
     size = given.bias_ends - begins
-    length = context_lengths(given)
+    length = given.lengths()
     generated = length - given.prompt_length.unsqueeze(1)
     holds = (size > 0).unsqueeze(1) & (generated.unsqueeze(2) < given.bias_until.unsqueeze(1))
-    context = by_position(given)
+    context = given.by_position()
     for back in range(1, longest):
         wanted = given.bias_tokens.gather(1, (given.bias_ends - 1 - back).clamp_min(0)).unsqueeze(1)
         place = length - back
@@ -179,13 +178,4 @@ def add_biases_triton(given: AddBiases) -> Tensor:
     return out
 
 
-def _check(given: AddBiases) -> None:
-    check_context(given)
-    names = ("prompt_length", "bias_tokens", "bias_ends", "bias_values", "bias_until")
-    check_batch(given, given.logits.shape[0], *names)
-    alike = given.bias_ends.shape == given.bias_values.shape and given.bias_ends.shape == given.bias_until.shape
-    require(given.bias_ends.dim() == 2 and alike, lambda: "bias_ends, bias_values and bias_until must be [B, L] alike")
-    require(given.bias_tokens.dim() == 2, lambda: f"bias_tokens must be [B, P], not {given.bias_tokens.dim()}-d")
-
-
-ADD_BIASES = declare_processor("add_biases", AddBiases, _check, add_biases_triton, add_biases_reference, add_biases_cpu)
+ADD_BIASES = declare_processor("add_biases", AddBiases, add_biases_triton, add_biases_reference, add_biases_cpu)

@@ -46,61 +46,54 @@ class Context:
     start: Tensor
     num_forced: Tensor
 
+    def check(self) -> None:
+        """Refuse shapes that do not fit.
 
-def check_context(given: Context) -> None:
-    """Refuse shapes that do not fit.
+        Raises:
+            ValueError: names the argument, and what it must be.
+        """
+        check_rows(self)
+        require(self.history.dim() == 2, lambda: f"history must be [N, S], not {self.history.dim()}-d")
+        check_batch(self, self.logits.shape[0], *CONTEXT)
 
-    Raises:
-        ValueError: names the argument, and what it must be.
-    """
-    check_rows(given)
-    require(given.history.dim() == 2, lambda: f"history must be [N, S], not {given.history.dim()}-d")
-    check_batch(given, given.logits.shape[0], *CONTEXT)
+    def first_rows(self) -> Tensor:
+        """The row of the window ``[B]`` that the first row of logits belongs to."""
+        return self.num_forced.clamp(max=self.window.shape[1] - self.logits.shape[1])
+
+    def starts(self) -> Tensor:
+        """The position ``[B, 1]`` of the window's first token; 0 for no sequence."""
+        return torch.where(self.rows >= 0, self.start, 0).unsqueeze(1)
+
+    def lengths(self) -> Tensor:
+        """How many tokens of its sequence come before the token that each row gives, int64 ``[B, R]``."""
+        rows = torch.arange(self.logits.shape[1], device=self.logits.device)
+        return self.starts() + self.first_rows().unsqueeze(1) + rows + 1
+
+    def known_tokens(self, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens of the history and of the window side by side, their positions, and which of them are known by row
+        ``last`` ``[B]`` of the window; all ``[B, S + T]``."""
+        history, window, start = self.history[self.rows.clamp_min(0)], self.window, self.starts()
+        place = torch.arange(history.shape[1], device=window.device).expand(len(window), -1)
+        column = torch.arange(window.shape[1], device=window.device).expand(len(window), -1)
+        known = torch.cat([place < start, column <= last.unsqueeze(1)], dim=1)
+        return torch.cat([history, window], dim=1), torch.cat([place, start + column], dim=1), known
+
+    def by_position(self) -> Tensor:
+        """The tokens of the history, and behind them those of the window, int64 ``[B, S + T]``: element ``i`` is the
+        token at position ``i``. What lies behind the window is not known."""
+        width = self.window.shape[1]
+        history = torch.nn.functional.pad(self.history[self.rows.clamp_min(0)], (0, width))
+        place = self.starts() + torch.arange(width, device=history.device)
+        return history.scatter(1, place.clamp(max=history.shape[1] - 1), self.window)
 
 
 def check_rows(given: Any) -> None:
-    """Refuse logits and a window that do not fit, with a ``ValueError`` like that of :func:`check_context`."""
+    """Refuse logits and a window that do not fit, with a ``ValueError`` like that of :meth:`Context.check`."""
     logits, window = given.logits, given.window
     require(logits.dim() == 3, lambda: f"logits must be [B, R, V], not {logits.dim()}-d")
     require(window.dim() == 2, lambda: f"window must be [B, T], not {window.dim()}-d")
     fits = logits.shape[1] <= window.shape[1]
     require(fits, lambda: f"there are {logits.shape[1]} rows of logits for a window of {window.shape[1]} rows")
-
-
-def first_rows(given: Context) -> Tensor:
-    """The row of the window ``[B]`` that the first row of logits belongs to."""
-    return given.num_forced.clamp(max=given.window.shape[1] - given.logits.shape[1])
-
-
-def starts(given: Context) -> Tensor:
-    """The position ``[B, 1]`` of the window's first token; 0 for no sequence."""
-    return torch.where(given.rows >= 0, given.start, 0).unsqueeze(1)
-
-
-def known_tokens(given: Context, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of the history and of the window side by side, their positions, and which of them are known by row
-    ``last`` ``[B]`` of the window; all ``[B, S + T]``."""
-    history, window = given.history[given.rows.clamp_min(0)], given.window
-    start = starts(given)
-    place = torch.arange(history.shape[1], device=window.device).expand(len(window), -1)
-    column = torch.arange(window.shape[1], device=window.device).expand(len(window), -1)
-    known = torch.cat([place < start, column <= last.unsqueeze(1)], dim=1)
-    return torch.cat([history, window], dim=1), torch.cat([place, start + column], dim=1), known
-
-
-def context_lengths(given: Context) -> Tensor:
-    """How many tokens of its sequence come before the token that each row gives, int64 ``[B, R]``."""
-    rows = torch.arange(given.logits.shape[1], device=given.logits.device)
-    return starts(given) + first_rows(given).unsqueeze(1) + rows + 1
-
-
-def by_position(given: Context) -> Tensor:
-    """The tokens of the history, and behind them those of the window, int64 ``[B, S + T]``: element ``i`` is the token
-    at position ``i``. What lies behind the window is not known."""
-    width = given.window.shape[1]
-    history = torch.nn.functional.pad(given.history[given.rows.clamp_min(0)], (0, width))
-    place = starts(given) + torch.arange(width, device=history.device)
-    return history.scatter(1, place.clamp(max=history.shape[1] - 1), given.window)
 
 
 @triton.jit
@@ -133,13 +126,16 @@ def copied(logits: Tensor) -> Tensor:
 
 
 def declare_processor(
-    name: str, arguments: type[Any], check: Callable[[Any], None], triton: Callable[..., Tensor],
-    reference: Callable[..., Tensor], cpu: Callable[..., Tensor], *, moves_only: bool = False,
+    name: str, arguments: type[Any], triton: Callable[..., Tensor], reference: Callable[..., Tensor],
+    cpu: Callable[..., Tensor], *, moves_only: bool = False,
 ) -> Op[..., Tensor]:
-    """Declare an op that changes logits, with a form in Triton, one for a CPU, and the definition for float64."""
+    """Declare an op that changes logits, with a form in Triton, one for a CPU, and the definition for float64.
+
+    The arguments have a method ``check``, which refuses shapes that do not fit.
+    """
 
     def fake(given: Any) -> Tensor:
-        check(given)
+        given.check()
         return empty(given.logits)
 
     forms = triton_or_reference(triton, reference, covers=not_float64("logits"), moves_only=moves_only)

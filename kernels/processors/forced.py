@@ -55,6 +55,11 @@ class ForceTokens:
     forced_bos_token_id: Tensor | None
     forced_eos_token_id: Tensor | None
 
+    def check(self) -> None:
+        """Refuse shapes that do not fit, with a ``ValueError`` that names the argument."""
+        check_rows(self)
+        check_batch(self, self.logits.shape[0], *PER_SEQUENCE)
+
 
 def force_tokens_reference(given: ForceTokens) -> Tensor:
     """:class:`ForceTokens` in plain PyTorch."""
@@ -76,7 +81,7 @@ def force_tokens_cpu(given: ForceTokens) -> Tensor:
 
 def _forced(given: ForceTokens) -> Tensor:
     """The token of each row that is forced, int64 ``[B, R]``; -1 for none."""
-    _check(given)
+    given.check()
     count, first, last = given.logits.shape[1], given.forced_bos_token_id, given.forced_eos_token_id
     rows = torch.arange(count, device=given.logits.device)
     position = (given.start + given.num_forced.clamp(max=given.window.shape[1] - count)).unsqueeze(1) + rows + 1
@@ -112,7 +117,7 @@ def _force_kernel(
 
 def force_tokens_triton(given: ForceTokens) -> Tensor:
     """:class:`ForceTokens` in one launch."""
-    _check(given)
+    given.check()
     logits, out = given.logits.contiguous(), empty(given.logits)
     batch, count, vocab = logits.shape
     if out.numel() == 0:
@@ -123,11 +128,6 @@ def force_tokens_triton(given: ForceTokens) -> Tensor:
     return out
 
 
-def _check(given: ForceTokens) -> None:
-    check_rows(given)
-    check_batch(given, given.logits.shape[0], *PER_SEQUENCE)
-
-
 FORCE_TOKENS = declare_processor(
-    "force_tokens", ForceTokens, _check, force_tokens_triton, force_tokens_reference, force_tokens_cpu, moves_only=True
+    "force_tokens", ForceTokens, force_tokens_triton, force_tokens_reference, force_tokens_cpu, moves_only=True
 )

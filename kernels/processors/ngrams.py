@@ -30,17 +30,7 @@ from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
 from specgraph.kernels.launch import contiguous, dense_rows
-from specgraph.kernels.processors.context import (
-    CONTEXT,
-    Context,
-    by_position,
-    check_context,
-    context_lengths,
-    copied,
-    declare_processor,
-    load_context,
-    row_context,
-)
+from specgraph.kernels.processors.context import CONTEXT, Context, copied, declare_processor, load_context, row_context
 
 MOST = 256
 """The largest ``n``."""
@@ -61,6 +51,11 @@ class BanNgrams(Context):
 
     no_repeat_ngram_size: Tensor
 
+    def check(self) -> None:
+        """Refuse shapes that do not fit, with a ``ValueError`` that names the argument."""
+        Context.check(self)
+        check_batch(self, self.logits.shape[0], "no_repeat_ngram_size")
+
 
 def ban_ngrams_reference(given: BanNgrams) -> Tensor:
     """:class:`BanNgrams` in plain PyTorch, which never reads a value on the host."""
@@ -76,9 +71,9 @@ def _found(given: BanNgrams, longest: int) -> tuple[Tensor, Tensor]:
 
     ``longest``: no ``n`` is larger.
     """
-    _check(given)
+    given.check()
     vocab = given.logits.shape[2]
-    context, length = by_position(given), context_lengths(given).unsqueeze(2)
+    context, length = given.by_position(), given.lengths().unsqueeze(2)
     place = torch.arange(context.shape[1], device=context.device)
     n = given.no_repeat_ngram_size[:, None, None]
     holds = (n > 0) & (place >= n - 1) & (place < length)
@@ -137,9 +132,4 @@ def ban_ngrams_triton(given: BanNgrams) -> Tensor:
     return out
 
 
-def _check(given: BanNgrams) -> None:
-    check_context(given)
-    check_batch(given, given.logits.shape[0], "no_repeat_ngram_size")
-
-
-BAN_NGRAMS = declare_processor("ban_ngrams", BanNgrams, _check, ban_ngrams_triton, ban_ngrams_reference, ban_ngrams_cpu)
+BAN_NGRAMS = declare_processor("ban_ngrams", BanNgrams, ban_ngrams_triton, ban_ngrams_reference, ban_ngrams_cpu)

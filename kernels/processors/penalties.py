@@ -41,17 +41,7 @@ from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
 from specgraph.kernels.launch import contiguous, dense_rows
-from specgraph.kernels.processors.context import (
-    CONTEXT,
-    Context,
-    check_context,
-    copied,
-    declare_processor,
-    empty,
-    first_rows,
-    known_tokens,
-    starts,
-)
+from specgraph.kernels.processors.context import CONTEXT, Context, copied, declare_processor, empty
 
 TILE = 2048
 """Logits, or tokens of the sequence, that a program reads at a time."""
@@ -79,16 +69,21 @@ class Penalise(Context):
     frequency_penalty: Tensor | None
     presence_penalty: Tensor | None
 
+    def check(self) -> None:
+        """Refuse shapes that do not fit, with a ``ValueError`` that names the argument."""
+        Context.check(self)
+        check_batch(self, self.logits.shape[0], "prompt_length", *PENALTIES)
+
 
 def penalise_reference(given: Penalise) -> Tensor:
     """:class:`Penalise` in plain PyTorch, which never reads a value on the host."""
-    _check(given)
+    given.check()
     logits, vocab = given.logits, given.logits.shape[2]
     wide = torch.promote_types(logits.dtype, torch.float32)
     options = [getattr(given, name) for name in PENALTIES]
     penalties = [None if part is None else part.to(wide).unsqueeze(1) for part in options]
-    first = first_rows(given)
-    tokens, place, common = known_tokens(given, first)
+    first = given.first_rows()
+    tokens, place, common = given.known_tokens(first)
     generated = place >= given.prompt_length.unsqueeze(1)
     # Everything that is no token of the vocabulary is counted in a column behind it, which nobody reads.
     ids = torch.where(common & (tokens >= 0) & (tokens < vocab), tokens, vocab)
@@ -102,7 +97,7 @@ def penalise_reference(given: Penalise) -> Tensor:
             token = given.window.gather(1, column)
             token = torch.where((token >= 0) & (token < vocab), token, vocab)
             occurs = occurs.scatter_add(1, token, torch.ones_like(token))
-            drafted = starts(given) + column >= given.prompt_length.unsqueeze(1)
+            drafted = given.starts() + column >= given.prompt_length.unsqueeze(1)
             number = number.scatter_add(1, token, drafted.long())
         out.append(_penalised(penalties, x, occurs[:, :vocab] > 0, number[:, :vocab]))
     return torch.stack(out, dim=1)
@@ -124,13 +119,13 @@ def _penalised(penalties: Sequence[Tensor | None], x: Tensor, occurs: Tensor | N
 
 def penalise_cpu(given: Penalise) -> Tensor:
     """:func:`penalise_reference` for the tokens that occur, since a CPU may look at values. Others are only copied."""
-    _check(given)
+    given.check()
     out, vocab = copied(given.logits), given.logits.shape[2]
     known = replace(given, history=given.history[:, : max([1, *given.start.tolist()])])
     options = [getattr(given, name) for name in PENALTIES]
     counts = given.frequency_penalty is not None or given.presence_penalty is not None
     for row in range(out.shape[1]):
-        tokens, place, seen = known_tokens(known, first_rows(given) + row)
+        tokens, place, seen = known.known_tokens(given.first_rows() + row)
         sequence, column = (seen & (tokens >= 0) & (tokens < vocab)).nonzero(as_tuple=True)
         token = tokens[sequence, column]
         number = torch.zeros_like(token)
@@ -198,7 +193,7 @@ def _penalise_kernel(
 
 def penalise_triton(given: Penalise) -> Tensor:
     """:class:`Penalise` in a launch that fills a table with zeros, one that counts, and one that computes."""
-    _check(given)
+    given.check()
     logits, out = given.logits.contiguous(), empty(given.logits)
     batch, count, vocab = logits.shape
     width = given.window.shape[1]
@@ -219,9 +214,4 @@ def penalise_triton(given: Penalise) -> Tensor:
     return out
 
 
-def _check(given: Penalise) -> None:
-    check_context(given)
-    check_batch(given, given.logits.shape[0], "prompt_length", *PENALTIES)
-
-
-PENALISE = declare_processor("penalise", Penalise, _check, penalise_triton, penalise_reference, penalise_cpu)
+PENALISE = declare_processor("penalise", Penalise, penalise_triton, penalise_reference, penalise_cpu)
