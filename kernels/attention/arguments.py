@@ -134,11 +134,6 @@ def check_paged(given: PagedAttention | RotaryAttention) -> None:
     require(starts.shape == (lines,), lambda: f"cu_seqlens must be [B + 2] = [{lines}], not {list(starts.shape)}")
 
 
-def check_rotary(given: RotaryAttention) -> None:
-    """Refuse angles that do not fit the heads or each other."""
-    check_angles(given.cos, given.sin, given.q)
-
-
 def check_angles(cos: Tensor, sin: Tensor, q: Tensor) -> None:
     """Refuse angles that do not fit rows ``q`` ``[B, H, T, D]`` or each other."""
     _check_angles("cos", cos, q)

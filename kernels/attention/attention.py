@@ -35,9 +35,9 @@ from specgraph.kernels.attention.arguments import (
     Attention,
     PagedAttention,
     RotaryAttention,
+    check_angles,
     check_dense,
     check_paged,
-    check_rotary,
 )
 from specgraph.kernels.attention.cpu import covers_cpu, paged_attention_cpu
 from specgraph.kernels.attention.packed import attend_packed
@@ -194,7 +194,7 @@ def _paged_attention_fake(given: PagedAttention) -> Tensor:
 
 
 def _rotary_attention_fake(given: RotaryAttention) -> Tensor:
-    check_rotary(given)
+    check_angles(given.cos, given.sin, given.q)
     check_paged(given)
     return _empty(given)
 

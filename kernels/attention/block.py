@@ -97,19 +97,11 @@ def paged_block_attention_reference(given: PagedBlockAttention) -> Tensor:
     )
 
 
-def _keep_context_fake(given: KeepContext) -> None:
-    check_rows(given)
-
-
 def _write_context_fake(given: WriteContext) -> None:
     check_rows(given)
     check_block_caches(given)
     rows = (given.k.shape[0], given.k.shape[2])
     require(given.slots.shape == rows, lambda: f"slots must be {rows}, not {tuple(given.slots.shape)}")
-
-
-def _block_attention_fake(given: BlockAttention) -> Tensor:
-    return _empty(given)
 
 
 def _paged_block_attention_fake(given: PagedBlockAttention) -> Tensor:
@@ -130,7 +122,7 @@ def _empty(given: BlockAttention | PagedBlockAttention) -> Tensor:
 
 
 declare(
-    "keep_context", KeepContext, _keep_context_fake, (Variant("reference", lambda given: None, batch_invariant=True),),
+    "keep_context", KeepContext, check_rows, (Variant("reference", lambda given: None, batch_invariant=True),),
 )
 WRITE_CONTEXT = declare(
     "write_context", WriteContext, _write_context_fake,
@@ -138,7 +130,7 @@ WRITE_CONTEXT = declare(
     mutates=("k_cache", "v_cache"),
 )
 BLOCK_ATTENTION = declare(
-    "block_attention", BlockAttention, _block_attention_fake,
+    "block_attention", BlockAttention, _empty,
     (Variant("reference", block_attention_reference, batch_invariant=False),),
 )
 PAGED_BLOCK_ATTENTION = declare(
