@@ -212,29 +212,22 @@ def declare(
 
 def triton_or_reference(
     triton: Callable[..., Any], reference: Callable[..., Any], *, covers: Callable[[Any], bool] | None = None,
-    moves_only: bool = False,
-) -> tuple[Variant, Variant]:
+    moves_only: bool = False, cpu: Callable[..., Any] | None = None, cpu_covers: Callable[[Any], bool] | None = None,
+) -> tuple[Variant, ...]:
     """The variants of most ops: a Triton form whose rows are independent of each other, and plain PyTorch.
 
-    PyTorch promises such rows only to ops that move elements and compute with integers alone (``moves_only``).
+    PyTorch promises such rows only to ops that move elements and compute with integers alone (``moves_only``). A form
+    for CPUs promises what the reference promises.
     """
-    return (
-        Variant("triton", triton, batch_invariant=True, covers=covers),
-        Variant("reference", reference, batch_invariant=moves_only),
-    )
+    forms = [Variant("triton", triton, True, covers), Variant("reference", reference, moves_only)]
+    if cpu is not None:
+        forms.insert(1, Variant("cpu", cpu, moves_only, cpu_covers))
+    return tuple(forms)
 
 
 def not_float64(name: str) -> Callable[[Any], bool]:
     """What covers all arguments whose tensor ``name`` is not in float64: that is for checking, by the definition."""
     return lambda given: bool(getattr(given, name).dtype != torch.float64)
-
-
-def with_cpu(
-    forms: tuple[Variant, Variant], run: Callable[..., Any], *, covers: Callable[[Any], bool] | None = None
-) -> tuple[Variant, Variant, Variant]:
-    """The variants of an op that also has a form for CPUs, which promises what the reference promises."""
-    triton, reference = forms
-    return triton, Variant("cpu", run, reference.batch_invariant, covers), reference
 
 
 def _dispatcher(op: Op[..., Any], device: str) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ from specgraph.kernels.attention.arguments import (
 from specgraph.kernels.attention.cpu import covers_cpu, paged_attention_cpu
 from specgraph.kernels.attention.packed import attend_packed
 from specgraph.kernels.attention.paged import paged_attention_triton, rotary_attention_triton
-from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.state import STATEFUL, Buffer, Stateful, page_pool
 
 
@@ -204,9 +204,9 @@ ATTENTION = declare(
 )
 PAGED_ATTENTION = declare(
     "paged_attention", PagedAttention, _paged_attention_fake,
-    with_cpu(
-        triton_or_reference(paged_attention_triton, paged_attention_reference, covers=not_float64("q")),
-        paged_attention_cpu, covers=covers_cpu,
+    triton_or_reference(
+        paged_attention_triton, paged_attention_reference, covers=not_float64("q"), cpu=paged_attention_cpu,
+        cpu_covers=covers_cpu,
     ),
     mutates=("k_cache", "v_cache"),
 )

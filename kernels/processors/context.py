@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference
 
 CONTEXT = ("rows", "window", "start", "num_forced")
 """The arguments that say what comes before a row, in the order in which kernels take them behind the history."""
@@ -138,5 +138,5 @@ def declare_processor(
         given.check()
         return empty(given.logits)
 
-    forms = triton_or_reference(triton, reference, covers=not_float64("logits"), moves_only=moves_only)
-    return declare(name, arguments, fake, with_cpu(forms, cpu))
+    forms = triton_or_reference(triton, reference, covers=not_float64("logits"), moves_only=moves_only, cpu=cpu)
+    return declare(name, arguments, fake, forms)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import ACTIVATIONS, CHUNK, CachedConv, CausalConv
 from specgraph.kernels.recurrent.conv_cpu import cached_conv_cpu
 from specgraph.kernels.recurrent.conv_triton import cached_conv_triton
@@ -81,9 +81,9 @@ declare(
 )
 CACHED_CONV = declare(
     "cached_conv", CachedConv, _cached_conv_fake,
-    with_cpu(
-        triton_or_reference(cached_conv_triton, cached_conv_reference, covers=not_float64("x")), cached_conv_cpu,
-        covers=not_float64("x"),
+    triton_or_reference(
+        cached_conv_triton, cached_conv_reference, covers=not_float64("x"), cpu=cached_conv_cpu,
+        cpu_covers=not_float64("x"),
     ),
     mutates=("inputs",),
 )

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, CachedDeltaRule, GatedDeltaRule, exact
 from specgraph.kernels.recurrent.channel_gates_triton import channel_gates_triton
 from specgraph.kernels.recurrent.delta_rule_chunks import covers_chunks, gated_delta_rule_chunks
@@ -246,9 +246,9 @@ declare(
 )
 CACHED_DELTA_RULE = declare(
     "cached_delta_rule", CachedDeltaRule, _cached_delta_rule_fake,
-    with_cpu(
-        triton_or_reference(_triton, cached_delta_rule_reference, covers=not_float64("v")), cached_delta_rule_cpu,
-        covers=covers_cpu,
+    triton_or_reference(
+        _triton, cached_delta_rule_reference, covers=not_float64("v"), cpu=cached_delta_rule_cpu,
+        cpu_covers=covers_cpu,
     ),
     mutates=("state", "chunk_k", "chunk_delta", "chunk_g", "chunk_a"),
 )

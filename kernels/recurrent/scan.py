@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import CHUNK, CachedScan, SelectiveScan
 from specgraph.kernels.recurrent.last_rows import row_buffer
 from specgraph.kernels.recurrent.scan_cpu import cached_scan_cpu
@@ -105,9 +105,9 @@ declare(
 )
 CACHED_SCAN = declare(
     "cached_scan", CachedScan, _cached_scan_fake,
-    with_cpu(
-        triton_or_reference(cached_scan_triton, cached_scan_reference, covers=not_float64("x")), cached_scan_cpu,
-        covers=not_float64("x"),
+    triton_or_reference(
+        cached_scan_triton, cached_scan_reference, covers=not_float64("x"), cpu=cached_scan_cpu,
+        cpu_covers=not_float64("x"),
     ),
     mutates=("state", "steps", "entered", "places"),
 )

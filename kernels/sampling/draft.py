@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import declare, not_float64, triton_or_reference, with_cpu
+from specgraph.kernels.ops import declare, not_float64, triton_or_reference
 from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.constants import STREAM_DRAFT, STREAM_TARGET
 from specgraph.kernels.sampling.draft_triton import sample_draft_triton
@@ -104,9 +104,9 @@ def _sample_draft_fake(given: SampleDraft) -> tuple[Tensor, Tensor]:
 
 SAMPLE_DRAFT = declare(
     "sample_draft", SampleDraft, _sample_draft_fake,
-    with_cpu(
-        triton_or_reference(_sample_draft_triton, sample_draft_reference, covers=not_float64("logits")),
-        sample_draft_cpu, covers=_covers_cpu,
+    triton_or_reference(
+        _sample_draft_triton, sample_draft_reference, covers=not_float64("logits"), cpu=sample_draft_cpu,
+        cpu_covers=_covers_cpu,
     ),
 )
 sample_draft = SAMPLE_DRAFT.function

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
-from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.host import cut_tokens, is_small
 from specgraph.kernels.step.rows import positions_of
 from specgraph.kernels.step.tokens import cut_at_eos, cut_row
@@ -180,8 +180,8 @@ def _finalize_fake(given: FinalizeStep) -> StepUpdate:
 
 finalize_step = declare(
     "finalize_step", FinalizeStep, _finalize_fake,
-    with_cpu(
-        triton_or_reference(finalize_triton, finalize_reference, moves_only=True), finalize_cpu,
-        covers=lambda given: is_small(given.tokens),
+    triton_or_reference(
+        finalize_triton, finalize_reference, moves_only=True, cpu=finalize_cpu,
+        cpu_covers=lambda given: is_small(given.tokens),
     ),
 ).function

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import block_size, contiguous, gdc_launch_dependents, gdc_wait, launch
-from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.writes import writes
 
 _MOST_AT_ONCE = 1024
@@ -280,23 +280,21 @@ def _store_drafted_fake(given: StoreDrafted) -> None:
 
 GATHER_STATE = declare(
     "gather_state", GatherState, _gather_state_fake,
-    with_cpu(triton_or_reference(gather_state_triton, gather_state_reference, moves_only=True), gather_state_cpu),
+    triton_or_reference(gather_state_triton, gather_state_reference, moves_only=True, cpu=gather_state_cpu),
 )
 gather_state = GATHER_STATE.function
 SCATTER_STATE = declare(
     "scatter_state", ScatterState, _scatter_state_fake,
-    with_cpu(
-        triton_or_reference(scatter_state_triton, scatter_state_reference, covers=_scatter_covers, moves_only=True),
-        scatter_state_cpu,
+    triton_or_reference(
+        scatter_state_triton, scatter_state_reference, covers=_scatter_covers, moves_only=True, cpu=scatter_state_cpu,
     ),
     mutates=("buffers",),
 )
 scatter_state_ = writes(*SCATTER_STATE.mutates)(SCATTER_STATE.function)
 STORE_DRAFTED = declare(
     "store_drafted", StoreDrafted, _store_drafted_fake,
-    with_cpu(
-        triton_or_reference(store_drafted_triton, store_drafted_reference, covers=_store_covers, moves_only=True),
-        store_drafted_cpu,
+    triton_or_reference(
+        store_drafted_triton, store_drafted_reference, covers=_store_covers, moves_only=True, cpu=store_drafted_cpu,
     ),
     mutates=("draft_logits",),
 )

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
-from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.host import is_small
 from specgraph.kernels.step.index import select_state
 
@@ -217,9 +217,8 @@ def _tokens_alone(given: PackResults) -> bool:
 
 PACK_RESULTS = declare(
     "pack_results", PackResults, _pack_results_fake,
-    with_cpu(
-        triton_or_reference(pack_results_triton, pack_results_reference, moves_only=True), pack_results_cpu,
-        covers=_tokens_alone,
+    triton_or_reference(
+        pack_results_triton, pack_results_reference, moves_only=True, cpu=pack_results_cpu, cpu_covers=_tokens_alone,
     ),
 )
 pack_results = PACK_RESULTS.function

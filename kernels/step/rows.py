@@ -18,7 +18,7 @@ from torch import Tensor
 from specgraph.kernels.attention.arguments import PADDING_SLOT
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import block_size, contiguous, dense_rows, gdc_launch_dependents, gdc_wait, launch
-from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.host import is_small
 
 _BLOCK = 1024
@@ -326,9 +326,9 @@ consecutive_positions = declare(
 ).function
 ROW_SLOTS = declare(
     "row_slots", RowSlots, _row_slots_fake,
-    with_cpu(
-        triton_or_reference(row_slots_triton, row_slots_reference, moves_only=True), row_slots_cpu,
-        covers=lambda given: is_small(given.positions),
+    triton_or_reference(
+        row_slots_triton, row_slots_reference, moves_only=True, cpu=row_slots_cpu,
+        cpu_covers=lambda given: is_small(given.positions),
     ),
 )
 row_slots = ROW_SLOTS.function

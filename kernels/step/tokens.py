@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
-from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.host import is_small
 from specgraph.kernels.step.side_by_side import column_of, side_by_side
 from specgraph.kernels.step.writes import writes
@@ -201,9 +201,9 @@ def _advance_fake(given: Advance) -> None:
 
 ADVANCE = declare(
     "advance", Advance, _advance_fake,
-    with_cpu(
-        triton_or_reference(advance_triton, advance_reference, covers=_advance_covers, moves_only=True), advance_cpu,
-        covers=lambda given: is_small(given.emitted),
+    triton_or_reference(
+        advance_triton, advance_reference, covers=_advance_covers, moves_only=True, cpu=advance_cpu,
+        cpu_covers=lambda given: is_small(given.emitted),
     ),
     mutates=("next_window", "start", "num_rows", "num_forced"),
 )

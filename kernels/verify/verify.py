@@ -49,7 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgraph.kernels.ops import declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.sampling.kept import is_wide, process_rows
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.step.index import select_state
@@ -122,5 +122,5 @@ def _verify_fake(given: Verify) -> Verified:
 
 VERIFY = declare(
     "verify", Verify, _verify_fake,
-    with_cpu(triton_or_reference(verify_triton, verify_reference, covers=covers), verify_cpu, covers=covers_cpu),
+    triton_or_reference(verify_triton, verify_reference, covers=covers, cpu=verify_cpu, cpu_covers=covers_cpu),
 )

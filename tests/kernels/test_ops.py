@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.kernels import catalogue, ops  # noqa: F401  (the catalogue declares all ops)
-from specgraph.kernels.ops import DEVICES, OPS, Op, Variant, declare, find, triton_or_reference, with_cpu
+from specgraph.kernels.ops import DEVICES, OPS, Op, Variant, declare, find, triton_or_reference
 
 
 @dataclass(slots=True)
@@ -169,9 +169,8 @@ def test_on_a_gpu_rows_are_independent_but_for_what_traces_hold() -> None:
 
 def test_a_form_for_cpus_stands_before_the_reference_and_promises_as_much() -> None:
     for moves_only in (False, True):
-        forms = triton_or_reference(plain, plain, moves_only=moves_only)
-        kernel, cpu, reference = with_cpu(forms, plain, covers=small)
-        assert (kernel, reference) == forms
+        kernel, cpu, reference = triton_or_reference(plain, plain, moves_only=moves_only, cpu=plain, cpu_covers=small)
+        assert (kernel, reference) == triton_or_reference(plain, plain, moves_only=moves_only)
         assert (cpu.name, cpu.batch_invariant, cpu.covers) == ("cpu", moves_only, small)
 
 
