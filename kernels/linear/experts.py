@@ -98,6 +98,7 @@ def _group_kernel(order, counts, expert_ids, num_rows, BLOCK: tl.constexpr, PDL:
     """List the rows of one expert and count them. The grid is (experts)."""
     gdc_wait(PDL)
     expert = tl.program_id(0)
+    # ---- order[expert, :count] = the rows of the expert, ascending; BLOCK rows at a time
     count = 0
     first = 0
     while first < num_rows:  # not a range, since the interpreter's range takes no bound known only at run time
@@ -124,11 +125,13 @@ def _expert_linear_kernel(
     k = tl.arange(0, BLOCK_K)
     column = tl.arange(0, BLOCK_N)
     count = tl.load(counts + expert)
+    # Outputs are lines: [BLOCK_O]. The expert's rows are columns, BLOCK_N at a time.
     tile = weight + expert * stride_e + o.to(tl.int64)[:, None] * stride_o
     first = 0
     while first < count:
         real = first + column < count
         row = tl.load(order + expert * num_rows + first + column, mask=real, other=0).to(tl.int64)
+        # ---- total = weight x^T, BLOCK_K inputs at a time: [BLOCK_O, BLOCK_K] x [BLOCK_K, BLOCK_N]
         total = tl.zeros((BLOCK_O, BLOCK_N), EXACT)
         for start in range(0, INNER, BLOCK_K):
             inside = start + k < INNER
@@ -141,6 +144,7 @@ def _expert_linear_kernel(
                 x + row[None, :] * INNER + (start + k)[:, None], mask=real[None, :] & inside[:, None], other=0.0
             )
             total = tl.dot(matrix, columns, total, input_precision="ieee", out_dtype=EXACT)
+        # ---- out = total + bias: [BLOCK_O, BLOCK_N]
         if bias is not None:
             total += tl.load(bias + expert * OUTER + o, mask=o < OUTER, other=0.0).to(EXACT)[:, None]
         address = out + row[None, :] * OUTER + o[:, None]

@@ -73,6 +73,7 @@ def _gated_rms_norm_kernel(
     inside = column < WIDTH
     x += (row // group * outer + row % group * inner) * ALIGNMENT
     gate += (row // gate_group * gate_outer + row % gate_group * gate_inner) * ALIGNMENT
+    # ---- out = norm(x), rounded, times gate / (1 + e^-gate), or 1 / (1 + e^-gate): [BLOCK]
     closed = tl.load(gate + column, mask=inside, other=0.0).to(EXACT)
     normed = rms_norm_row(x, weight, EPS, OFFSET, WIDTH, BLOCK, EXACT).to(out.dtype.element_ty).to(EXACT)
     opened = (closed if SILU else 1.0) / (1.0 + tl.exp(-closed))

@@ -162,10 +162,11 @@ def _row_start(row, group, outer, inner, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def rms_norm_row(x, weight, EPS, OFFSET, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
-    """The norm of the row that begins at ``x``, not rounded."""
+    """The norm of the row that begins at ``x``, not rounded: ``[BLOCK]``."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     values = tl.load(x + column, mask=inside, other=0.0).to(EXACT)
+    # ---- x * rsqrt(sum(x^2) / WIDTH + eps) * (weight + offset): [BLOCK]
     normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + EPS)
     if weight is not None:
         normed = normed * (tl.load(weight + column, mask=inside, other=0.0).to(EXACT) + OFFSET)
@@ -223,6 +224,7 @@ def _layer_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     values = tl.load(x + _row_start(row, group, outer, inner, ALIGNMENT) + column, mask=inside, other=0.0).to(EXACT)
+    # ---- c = x - mean(x), and c * rsqrt(mean(c^2) + eps) * weight + bias: [BLOCK]
     centred = tl.where(inside, values - tl.sum(values, axis=0) / WIDTH, 0.0)
     normed = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / WIDTH + EPS)
     if weight is not None:

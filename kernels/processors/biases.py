@@ -119,6 +119,7 @@ def _match_kernel(
     """The biases of a block of words in one row. The grid is (blocks, R, B)."""
     r, b = tl.program_id(1), tl.program_id(2)
     row, start, length = row_context(rows_ptr, start_ptr, num_forced_ptr, b, r, longest, count, width)
+    # Words are lanes: [BLOCK].
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = word < words
     end = tl.load(ends_ptr + b * words + word, mask=known, other=0).to(tl.int32)
@@ -126,6 +127,7 @@ def _match_kernel(
     generated = length - tl.load(prompt_length_ptr + b)
     until = tl.load(until_ptr + b * words + word, mask=known, other=0)
     holds = known & (end > begin) & (generated < until)
+    # ---- holds = the tokens before the word's last one end the context: compared from the last of them on
     longest_word = tl.max(tl.where(holds, end - begin, 0), 0)
     for back in range(1, loop_bound(longest_word)):
         compared = holds & (end - begin > back)
@@ -147,6 +149,7 @@ def _add_kernel(out_ptr, logits_ptr, found_ptr, tokens_ptr, ends_ptr, count, voc
     begin = tl.load(ends_ptr + b * words + word - 1, mask=(word < words) & (word > 0), other=0)
     token = tl.load(tokens_ptr + b * total + end - 1, mask=end > begin, other=-1)
     inside = (token >= 0) & (token < vocab)
+    # ---- bias = sum over all words with the same last token, in the order of the words: [BLOCK]
     bias = tl.zeros((BLOCK,), tl.float32)
     for other in range(loop_bound(words)):
         other_end = tl.load(ends_ptr + b * words + other)

@@ -104,12 +104,14 @@ def _force_kernel(
     ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at = (b * count + r).to(tl.int64) * vocab + ids
     position = tl.load(start_ptr + b) + tl.minimum(tl.load(num_forced_ptr + b), width - count) + r + 1
+    # ---- the token that is forced at the position which the row gives, or -1
     token = position * 0 - 1
     if first_ptr is not None:
         token = tl.where(position == 1, tl.load(first_ptr + b), token)
     if last_ptr is not None:
         last = tl.load(last_ptr + b)
         token = tl.where((position == tl.load(max_length_ptr + b) - 1) & (last >= 0), last, token)
+    # ---- x = 0 at a forced token and -inf elsewhere: [TILE]
     x = tl.load(logits_ptr + at, mask=ids < vocab, other=0.0).to(tl.float32)
     x = tl.where(token >= 0, tl.where(ids == token, 0.0, -float("inf")), x)
     tl.store(out_ptr + at, x, mask=ids < vocab)

@@ -108,11 +108,13 @@ def _ban_kernel(
     tiles = tl.where(n > 0, (length + TILE - 1) // TILE, 0)
     for tile in range(loop_bound(part), loop_bound(tiles), loop_bound(tl.num_programs(0))):
         place = tile * TILE + tl.arange(0, TILE)
+        # ---- holds_p = c[p - k] == c[L - k] for all 0 < k < n: [TILE]
         holds = (place >= n - 1) & (place < length)
         for back in range(1, loop_bound(tl.minimum(n, length + 1))):
             last = tl.full((TILE,), 0, tl.int32) + length - back
             wanted = load_context(history, window, last, start, length, holds)
             holds = holds & (load_context(history, window, place - back, start, length, holds) == wanted)
+        # ---- x[c[p]] = -inf
         token = load_context(history, window, place, start, length, holds)
         inside = holds & (token >= 0) & (token < vocab)
         tl.store(out_ptr + (b * count + r).to(tl.int64) * vocab + token, -float("inf"), mask=inside)

@@ -151,6 +151,7 @@ def _count_kernel(
     prompt_length = tl.load(prompt_length_ptr + b).to(tl.int32)
     end = start + tl.minimum(tl.load(num_forced_ptr + b).to(tl.int32), width - count) + 1
     own, table = history_ptr + tl.maximum(row, 0) * stride, table_ptr + b.to(tl.int64) * vocab
+    # ---- table[token] += 1 if it was generated, and |= IN_PROMPT if not: for the tokens of history and window, by TILE
     for tile in range(loop_bound(part), loop_bound((end + TILE - 1) // TILE), loop_bound(tl.num_programs(0))):
         place = tile * TILE + tl.arange(0, TILE)
         token = tl.load(own + place, mask=place < start, other=-1)
@@ -176,10 +177,12 @@ def _penalise_kernel(
     first = tl.minimum(tl.load(num_forced_ptr + b).to(tl.int32), width - count)
     start = tl.where(tl.load(rows_ptr + b) >= 0, tl.load(start_ptr + b), 0)
     prompt_length = tl.load(prompt_length_ptr + b)
+    # ---- the table's entries with the drafts in front of the row: [TILE]
     for column in range(loop_bound(first + 1), loop_bound(first + r + 1)):
         drafted = ids == tl.load(window_ptr + b * width + column)
         more = tl.where(start + column >= prompt_length, entry + 1, entry | _IN_PROMPT)
         entry = tl.where(drafted, more, entry)
+    # ---- the three formulas of the module, one after the other: [TILE]
     number = entry & (_IN_PROMPT - 1)
     if repetition_ptr is not None:
         penalty = tl.load(repetition_ptr + b).to(tl.float32)

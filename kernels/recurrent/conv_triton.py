@@ -31,9 +31,12 @@ def _cached_conv_kernel(
     b = tl.program_id(0).to(tl.int64)
     row, begin, _, count, _ = near_span(span, b)
     x, inputs, out = x + b * outer * UNIT, inputs + row * (SLOTS * CHANNELS), out + b * rows * CHANNELS
+    # Rows of the call are lines: [ROWS]. Channels are columns: [BLOCK].
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     own, real = channel < CHANNELS, t < count
+    # ---- total = bias + sum over i < WIDTH of weight_i x_{t - WIDTH + 1 + i}: [ROWS, BLOCK]
+    # Inputs of earlier calls come from the cache, and those in front of the sequence are zeros.
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     if bias is not None:
         total += tl.load(bias + channel, mask=own, other=0).to(tl.float32)[None, :]
@@ -47,11 +50,13 @@ def _cached_conv_kernel(
         known = tl.load(inputs + slot[:, None] * CHANNELS + channel[None, :], mask=old, other=0)
         factor = tl.load(weight + channel * WIDTH + i, mask=own, other=0).to(tl.float32)
         total += tl.where(new, value, known).to(tl.float32) * factor[None, :]
+    # ---- inputs[position % SLOTS] = x of the last SLOTS rows
     if STORE:
         kept = real & (t >= count - SLOTS)
         value = tl.load(x + t[:, None] * inner + channel[None, :], mask=kept[:, None] & own[None, :])
         slot = (begin + t) % SLOTS
         tl.store(inputs + slot[:, None] * CHANNELS + channel[None, :], value, mask=kept[:, None] & own[None, :])
+    # ---- out = activation(total), rounded to the dtype of the weights before and after; 0 for rows that are not real
     total = total.to(weight.dtype.element_ty).to(tl.float32)
     if SILU:
         total = (total * (1 / (1 + tl.exp(-total)))).to(weight.dtype.element_ty)

@@ -30,6 +30,7 @@ def _cached_scan_kernel(
     """The grid is (B, blocks of channels)."""
     entry = tl.program_id(0).to(tl.int64)
     row, begin, before, count, settled = row_span(span, entry)
+    # Channels are lines: [BLOCK]. The numbers of a channel's state are columns: [WIDE].
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = tl.arange(0, WIDE)
     own, inside = channel < CHANNELS, number < SIZE
@@ -44,6 +45,7 @@ def _cached_scan_kernel(
         for position in range(loop_bound(before // CHUNK * CHUNK), loop_bound(end)):
             known, t = position < begin, position - begin
             slot = row * SLOTS + position % SLOTS
+            # ---- dt, dt x [BLOCK], and b [WIDE]: of a known row from the cache, of a new row from the call; c [WIDE]
             lane = slot * CHANNELS + channel
             step = tl.load(steps + lane, mask=own & known, other=0)
             enters = tl.load(entered + lane, mask=own & known, other=0)
@@ -54,8 +56,10 @@ def _cached_scan_kernel(
             read = tl.load(places_read + entry * c_outer + t * c_inner + number, mask=inside & (t >= 0), other=0)
             step, enters = tl.where(known, step, new_step), tl.where(known, enters, value * new_step)
             place = tl.where(known, place, given)
+            # ---- S <- e^{a dt} S + (dt x) b^T: [BLOCK, WIDE]
             current = current * tl.exp(rates * step[:, None]) + enters[:, None] * place[None, :]
             kept = (t >= 0) & (position >= end - SLOTS)
+            # ---- out = S c: [BLOCK]
             result = tl.sum(current * read[None, :], 1)
             tl.store(out + (entry * rows + t) * CHANNELS + channel, result, mask=own & (t >= 0))
             tl.store(steps + lane, step, mask=own & kept)

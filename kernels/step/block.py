@@ -63,6 +63,7 @@ def _block_rows_kernel(
     gdc_wait(PDL)
     b = tl.program_id(0)
     row = tl.arange(0, BLOCK)
+    # ---- tokens = anchor, mask, mask, ...; positions = P, P + 1, P + 2, ...
     emitted_rows = tl.load(num_emitted + b)
     anchor = tl.load(emitted + b * width + tl.maximum(emitted_rows - 1, 0))
     anchor = tl.minimum(tl.maximum(anchor, 0), VOCAB - 1)

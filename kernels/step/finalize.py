@@ -124,14 +124,17 @@ def _finalize_kernel(
     """One sequence per program."""
     gdc_wait(PDL)
     b = tl.program_id(0)
+    # Rows of the window are lanes: [BLOCK].
     row = tl.arange(0, BLOCK)
     inside = row < width
+    # ---- emitted = tokens up to the first unforced EOS, then -1, and their number
     token = tl.load(tokens + b * width + row, mask=inside, other=-1)
     token = cut_row(token, row, tl.load(num_forced + b), eos_ids + b * NUM_EOS, NUM_EOS, BLOCK)
     count = tl.sum((token >= 0).to(tl.int64), axis=0)
     begin = tl.load(start + b)
     known = tl.minimum(tl.maximum(token, 0), vocab - 1)
     gdc_launch_dependents(PDL)
+    # ---- the drafter's rows from the window's first position on: the emitted tokens, behind the window's first or not
     tl.store(emitted + b * width + row, token, mask=inside)
     tl.store(num_emitted + b, count)
     if SHIFTED:
@@ -144,6 +147,7 @@ def _finalize_kernel(
         tl.store(rows + b * (width + 1) + 1 + row, known, mask=inside)
         tl.store(positions + b * (width + 1) + row, begin + row, mask=row <= width)
         tl.store(num_rows + b, tl.where(count > 0, count + 1, 0))
+    # ---- last = n - 1, length = start + n + 1, chain_i = start + n + i
     tl.store(last + b, count - 1)
     tl.store(accepted + b, begin + count + 1)
     for index in tl.static_range(CHAIN):

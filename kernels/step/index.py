@@ -158,6 +158,7 @@ def _gather_kernel(
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + b)
     gdc_launch_dependents(PDL)
+    # ---- gathered_i[b] = buffers_i[row], or its fill where there is no row: [BLOCKS[i]] at a time
     for index in tl.static_range(len(WIDTHS)):
         for first in range(0, WIDTHS[index], BLOCKS[index]):
             column = first + tl.arange(0, BLOCKS[index])
@@ -173,6 +174,7 @@ def _scatter_kernel(buffers, values, rows, WIDTHS: tl.constexpr, BLOCKS: tl.cons
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + b)
     gdc_launch_dependents(PDL)
+    # ---- buffers_i[row] = values_i[b] where there is a row: [BLOCKS[i]] at a time
     for index in tl.static_range(len(WIDTHS)):
         for first in range(0, WIDTHS[index], BLOCKS[index]):
             column = first + tl.arange(0, BLOCKS[index])
@@ -192,6 +194,7 @@ def _store_drafted_kernel(
     row = b
     if rows is not None:
         row = tl.load(rows + b)
+    # ---- draft_logits[row, first + line % count] = drafted[line], of sequences that emitted something: [BLOCK]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = (column < width) & (row >= 0) & (tl.load(num_emitted + b) > 0)
     value = tl.load(drafted + line * width + column, mask=real)

@@ -188,12 +188,14 @@ def _search(history, start, odd, end, part, parts, tiles, MAX_NGRAM: tl.constexp
         place = index - odd
         token = tl.load(history + start + index, mask=index < loaded, other=0)
         equal = (place >= 0) & (place < last) & (token == wanted)
+        # ---- matched(j) = the tokens up to place j that equal those at the end, at most MAX_NGRAM: [TILE]
         matched = equal.to(tl.int32)
         for back in range(1, MAX_NGRAM):
             equal = equal & (place >= back)
             before = tl.load(history + first + (last - back), mask=last >= back, other=0)
             equal = equal & (tl.load(history + first + (place - back), mask=equal, other=0) == before)
             matched += equal.to(tl.int32)
+        # ---- of each lane the longest match so far, and of equal ones the last
         better = (matched >= MIN_NGRAM) & (matched >= best)
         best = tl.where(better, matched, best)
         at = tl.where(better, place, at)
@@ -228,6 +230,7 @@ def _lookup_kernel(
             # Other programs have written these: they must not come from this multiprocessor's own cache.
             lane = tl.arange(0, _MOST_PARTS)
             score = tl.max(tl.load(own + lane, mask=lane < parts, other=-1, cache_modifier=".cg"), axis=0)
+    # ---- drafts = what follows the best place: [DRAFTS]
     if finish:
         draft = tl.arange(0, DRAFTS)
         following = score.to(tl.int32) + 1 + draft  # the low half of a score is its position

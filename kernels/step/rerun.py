@@ -137,11 +137,13 @@ def _rerun_kernel(
     total = length + KEPT
     b, row = (tl.program_id(0) // total).to(tl.int64), tl.program_id(0) % total
     place, old = tl.program_id(0).to(tl.int64), row < KEPT
+    # ---- hidden = the kept rows, then those of the window; columns are features: [BLOCK]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     before = tl.load(kept_hidden + (b * KEPT + row) * width + column, mask=inside & old, other=0.0)
     new = tl.load(hidden + b * outer + (row - KEPT) * inner + column, mask=inside & (row >= KEPT), other=0.0)
     tl.store(out_hidden + place * width + column, tl.where(old, before, new), mask=inside)
+    # ---- tokens alike; positions = start - R + row, and -1 for kept rows that there are not
     if tl.program_id(1) == 0:
         kept_token = tl.load(kept_tokens + b * KEPT + row, mask=old, other=0)
         token = tl.load(tokens + b * length + row - KEPT, mask=row >= KEPT, other=0)
@@ -175,6 +177,7 @@ def _keep_rows_kernel(
     gdc_wait(PDL)
     b, row = (tl.program_id(0) // KEPT).to(tl.int64), tl.program_id(0) % KEPT
     emitted, place = tl.load(num_emitted + b), tl.program_id(0).to(tl.int64)
+    # ---- kept[row] = the call's row num_emitted + row; columns are features: [BLOCK]
     source = b * total + emitted + row
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(hidden + source * width + column, mask=column < width)

@@ -152,6 +152,7 @@ def _pack_results_kernel(
     gdc_wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(num_emitted + b)
+    # ---- the last WIDTH tokens and their log-probabilities, as bits: [BLOCK]
     column = tl.arange(0, BLOCK)
     row = tl.maximum(count - WIDTH, 0) + column
     real = (column < WIDTH) & (row < count)
@@ -159,6 +160,7 @@ def _pack_results_kernel(
     value = tl.zeros([BLOCK], tl.int32)
     if LOGPROBS:
         value = tl.load(logprobs + b * rows + row, mask=real, other=0)
+    # ---- what is wrong, the rows of the next step, the confidence in its drafts, and the trace
     own = tl.load(index + b)
     broken, left = tl.load(bad + b), tl.load(num_rows + own, mask=own >= 0, other=0)
     thought = tl.zeros([BLOCK], tl.int32)
@@ -168,6 +170,7 @@ def _pack_results_kernel(
     if TRACED:
         why = tl.load(traced + b * TRACED + told, mask=told < TRACED, other=0)
     gdc_launch_dependents(PDL)
+    # ---- packed = tokens, log-probabilities, three counts, confidence, trace
     out = packed + b * (2 * WIDTH + 3 + CONFIDENCE + TRACED)
     tl.store(out + column, token, mask=column < WIDTH)
     tl.store(out + WIDTH + column, value, mask=column < WIDTH)

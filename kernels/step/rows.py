@@ -172,6 +172,7 @@ def _consecutive_rows_kernel(
     gdc_wait(PDL)
     b, r = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
     begin = tl.load(first + b)
+    # ---- taken[b, r] = values[b, clamp(first + r)]; columns are features: [BLOCK]
     if TOGETHER:
         begin = tl.minimum(begin, length - count)
     row = tl.minimum(tl.maximum(begin + r, 0), length - 1)
@@ -190,6 +191,7 @@ def _expand_draft_inputs_kernel(
     gdc_wait(PDL)
     total = length + COUNT
     b, row = (tl.program_id(0) // total).to(tl.int64), tl.program_id(0) % total
+    # ---- a mask row in the rows num_rows .. num_rows + COUNT - 1, and what is there in all others: [BLOCK]
     end = tl.load(num_rows + b)
     masked = (row >= end) & (row < end + COUNT)
     token = tl.load(tokens + b * length + row, mask=row < length, other=0)
@@ -216,6 +218,7 @@ def _row_slots_kernel(
     b = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = row < width
+    # ---- slot = block_table[position / BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE, or -1: [BLOCK]
     position = tl.load(positions + b * width + row, mask=inside, other=0)
     page = tl.minimum(tl.maximum(position // BLOCK_SIZE, 0), pages - 1)
     block = tl.load(block_table + b * pages + page, mask=inside, other=-1)

@@ -30,6 +30,7 @@ def match_kernel(
     last = end - 1
     used = (last + TILE - 1) // TILE
     for tile in range(loop_bound(tl.program_id(0)), loop_bound(used), loop_bound(tl.num_programs(0))):
+        # ---- matched(j) = the tokens up to place j that equal those at the end: [TILE], and its maximum
         place = tile * TILE + tl.arange(0, TILE)
         equal = place < last
         count = tl.zeros((TILE,), tl.int32)
@@ -76,10 +77,12 @@ def _follow(history, place, voting, end, limit, THRESHOLD: tl.constexpr, DRAFTS:
         following = place + 1 + index
         voting = voting & (following < end)
         token = tl.load(history + following, mask=voting, other=-1)
+        # ---- the votes for each voter's next token, [VOTERS, VOTERS] compared; of equal ones the latest place wins
         agree = (token[:, None] == token[None, :]) & voting[None, :]
         rank = tl.where(voting, (tl.sum(agree.to(tl.int32), axis=1).to(tl.int64) << 32) | place, -1)
         best = tl.max(rank, axis=0)
         total = tl.sum(voting.to(tl.int64), axis=0)
+        # ---- prob_i = prob_{i - 1} * votes of the winner / votes
         prob = prob * tl.maximum(best >> 32, 0) // tl.maximum(total, 1)
         if (total > 0) & (prob >= THRESHOLD):
             winner = tl.sum(tl.where(rank == best, token, 0), axis=0)  # no two places have the same rank
@@ -110,6 +113,7 @@ def vote_kernel(
 
     found = _find_voters(places + own * VOTERS, matched + here * TILE, maxima + here, used, size, TILE, TILES, VOTERS)
     tl.debug_barrier()  # the places were stored by other threads of this program
+    # ---- path(p), and the expected number of accepted drafts: [DRAFTS]
     voter = tl.arange(0, VOTERS)
     place = tl.load(places + own * VOTERS + voter, mask=voter < found, other=0)
     limit = tl.minimum((size.to(tl.int64) * FACTOR + OFFSET) >> 30, count).to(tl.int32)

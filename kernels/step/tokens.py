@@ -149,6 +149,7 @@ def _advance_kernel(
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK)  # there are more lanes than drafts; lanes after the last draft have none
     draft = column_of(drafts, b, k, -1, tl.int64, WIDTHS, STRIDES)
+    # ---- the last token, the position behind it, and whether it is an EOS that was not given
     accepted = tl.load(num_emitted + b)
     begin = tl.load(start + b)
     last = tl.load(emitted + b * width + tl.maximum(accepted - 1, 0))
@@ -157,10 +158,12 @@ def _advance_kernel(
     for index in range(NUM_EOS):
         ended = ended | (last == tl.load(eos_ids + b * NUM_EOS + index))
     ended = ended & (accepted > tl.load(num_forced + b))
+    # ---- num_rows = 1 + the drafts up to the first -1, as far as max_length leaves room
     proposed = tl.min(tl.where(draft < 0, k, BLOCK), axis=0)
     rows = tl.maximum(tl.minimum(proposed + 1, tl.load(max_length + b) - 1 - end), 0)
     active = accepted > 0
     gdc_launch_dependents(PDL)
+    # ---- next_window = last, draft_1, ..., draft_K
     window = next_window + b * (count + 1)
     tl.store(window, tl.maximum(last, 0), mask=active)
     tl.store(window + 1 + k, tl.maximum(draft, 0), mask=active & (k < count))

@@ -187,10 +187,12 @@ def _trace_tokens_kernel(
     row = tl.arange(0, BLOCK)
     forced, rows, total = tl.load(num_forced + b), tl.load(num_rows + b), tl.load(num_emitted + b)
     warmth = tl.load(temperature + b)
+    # ---- of every row of logits the draft that it verifies, and the token that it emitted: [BLOCK]
     first = tl.minimum(forced, width - COUNT)
     draft = tl.load(window + b * window_width + 1 + row, mask=row < COUNT - 1, other=0)
     own = tl.load(emitted + b * width + first + row, mask=row < COUNT, other=0)
     gdc_launch_dependents(PDL)
+    # ---- how many of both are no padding
     num_verified = tl.minimum(tl.maximum(tl.where(forced == 0, rows - 1, 0), 0), COUNT - 1)
     num_own = tl.minimum(tl.maximum(total - first, 0), COUNT)
     place = tokens + (b * COUNT + row) * 2
@@ -213,6 +215,7 @@ def _drawn_ids_kernel(
     place, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = column_of(tokens, b, place, 0, tl.int64, WIDTHS, STRIDES)
     if draft_to_target is not None:
+        # ---- id = the first entry of draft_to_target that is the token: [BLOCK] entries at a time
         nearest = tl.full((BLOCK,), _NO_ENTRY, tl.int32)
         for first in range(0, VOCAB, BLOCK):
             entry = first + tl.arange(0, BLOCK)
@@ -237,17 +240,20 @@ def _trace_columns_kernel(
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     num_verified, num_own = tl.load(counts + b * 2), tl.load(counts + b * 2 + 1)
+    # ---- of the verified drafts and of the last own token: log-probabilities, as bits, and ranks: [BLOCK]
     known, place = (column < rows - 1) & (column < num_verified), b * rows * 2 + column * 2
     verified, rank = tl.load(logprobs + place, mask=known, other=0), tl.load(ranks + place, mask=known, other=0)
     verified = tl.where(column < rows - 1, verified, _NAN_BITS)
     place = b * rows * 2 + tl.maximum(num_own - 1, 0) * 2 + 1
     last = tl.load(logprobs + place, mask=num_own > 0, other=0)
     last_rank = tl.load(ranks + place, mask=num_own > 0, other=0)
+    # ---- of the next drafts: the tokens, and the log-probabilities of those that were drawn, as bits: [BLOCK]
     draft = column_of(drafts, b, column, -1, tl.int64, DRAFTS, DRAFTS_STRIDES)
     token = column_of(drawn, b, column, -2, tl.int64, DRAWN, DRAWN_STRIDES)
     bits = column_of(drawn_bits, b, column, 0, tl.int32, BITS, BITS_STRIDES)
     bits = tl.where(token == draft, bits, _NAN_BITS)
     gdc_launch_dependents(PDL)
+    # ---- columns = logprobs, drafts, drawn logprobs, the last token's logprob, ranks, the last token's rank
     out = columns + b * (4 * COUNT + 2)
     tl.store(out + column, verified, mask=column < COUNT)
     tl.store(out + COUNT + column, draft.to(tl.int32), mask=column < COUNT)

@@ -71,6 +71,7 @@ def _rank_kernel(
     wanted = (candidate < CANDIDATES) & (row < tl.load(num_ranked + batch))
     token = tl.load(tokens + line * CANDIDATES + candidate, mask=wanted, other=0)
     own = tl.load(logits + line * VOCAB + token, mask=wanted, other=0.0).to(tl.float32)
+    # ---- rank = 1 + the tokens with a larger logit + those with an equal one and a smaller id: [BLOCK, TILE] compared
     rank = wanted.to(tl.int32)
     if row < tl.load(num_ranked + batch):
         for first in range(0, VOCAB, TILE):
