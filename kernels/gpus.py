@@ -1,7 +1,7 @@
 """How many programs a launch has: what depends on the number of multiprocessors of a GPU, in one table per GPU.
 
 Nothing here decides a bit of a result. What does is the same on every GPU and stands beside the sums that it orders:
-``num_pieces`` of :mod:`specgraph.kernels.linear.product` (split-K),
+``num_slices`` of :mod:`specgraph.kernels.linear.product` (split-K),
 :class:`~specgraph.kernels.attention.paged.Tiling` (KV splits), and
 :func:`~specgraph.kernels.sampling.gumbel.split_size` (splits of the vocabulary).
 """

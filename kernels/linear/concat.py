@@ -42,7 +42,7 @@ def concat_reference(given: Concat) -> Tensor:
 
 @triton.jit
 def _concat_kernel(out, parts, WIDTHS: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """``BLOCK`` values of one part of one row. The grid is (rows, pieces of the widest part, parts)."""
+    """``BLOCK`` values of one part of one row. The grid is (rows, parts of the widest tensor, tensors)."""
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)

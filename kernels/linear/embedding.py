@@ -44,7 +44,7 @@ def embedding_reference(given: Embedding) -> Tensor:
 
 @triton.jit
 def _embedding_kernel(out, weight, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """``BLOCK`` values of one row. The grid is (rows, pieces of a row)."""
+    """``BLOCK`` values of one row. The grid is (rows, parts of a row)."""
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)

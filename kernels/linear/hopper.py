@@ -7,7 +7,7 @@ as :mod:`specgraph.kernels.linear.linear` defines them, for rows ``x`` ``[N, I]`
 
 The bits are those of :mod:`specgraph.kernels.linear.linear_triton`, and so do not depend on the number of rows. Both
 kernels multiply 64 rows of the weight with the same instruction, add 16 products at a time in the same order, and add
-the pieces in the same order. What was measured is in ``docs/experiments.md``.
+the slices in the same order. What was measured is in ``docs/experiments.md``.
 """
 
 # Gluon has no types.
@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from specgraph.kernels import gpus
 from specgraph.kernels.launch import arrival_counters, launch_options
 from specgraph.kernels.linear.hopper_kernel import TILE_O, linear_hopper_kernel
-from specgraph.kernels.linear.product import Product, norm_groups, num_pieces, pieces_of
+from specgraph.kernels.linear.product import Product, norm_groups, num_slices, slices_of
 
 BLOCK_K = 128
 
@@ -37,7 +37,7 @@ class Ring(NamedTuple):
     """How a product is tiled and how many stages its ring has. None of this decides bits."""
 
     block_n: int  # rows of x
-    split: bool  # whether every piece of the summed dimension has a program of its own
+    split: bool  # whether every slice of the summed dimension has a program of its own
     stages: int
 
 
@@ -45,7 +45,7 @@ MOST_ROWS = 256
 """Of more rows than that, larger tiles are always better."""
 
 
-def ring(rows: int, out_features: int, pieces: int, gated: bool) -> Ring | None:
+def ring(rows: int, out_features: int, slices: int, gated: bool) -> Ring | None:
     """The ring for ``rows`` rows, as measured on an H200 (see docs/experiments.md).
 
     If there are enough programs, two share a multiprocessor and its shared memory; otherwise a program has it to
@@ -58,11 +58,11 @@ def ring(rows: int, out_features: int, pieces: int, gated: bool) -> Ring | None:
     tiles_o = triton.cdiv(out_features, TILE_O)
     if rows > MOST_ROWS or (rows > 64 and (gated or 2 * tiles_o > gpus.HOPPER.multiprocessors)):
         return None
-    split = rows <= 64 and pieces > 1
+    split = rows <= 64 and slices > 1
     block_n = max(8, triton.next_power_of_2(rows) // (1 if rows <= 64 else 2))
     if gated:
         return Ring(block_n, split, 4)
-    programs = tiles_o * triton.cdiv(rows, block_n) * (pieces if split else 1)
+    programs = tiles_o * triton.cdiv(rows, block_n) * (slices if split else 1)
     shared_bytes = gpus.HOPPER.shared_bytes // (1 if programs <= gpus.HOPPER.multiprocessors else 2)
     return Ring(block_n, split, min(10, shared_bytes // ((TILE_O + block_n) * BLOCK_K * 2)))
 
@@ -83,10 +83,10 @@ def _descriptor(matrix: Tensor, rows: int) -> TensorDescriptor:
 
 
 class Plan(NamedTuple):
-    """How a product is launched; ``pieces`` and ``blocks`` decide its bits."""
+    """How a product is launched; ``slices`` and ``blocks`` decide its bits."""
 
     tiling: Ring
-    pieces: int
+    slices: int
     blocks: int
     groups: int
 
@@ -94,9 +94,9 @@ class Plan(NamedTuple):
 @functools.cache
 def _plan(rows: int, weight_rows: int, in_features: int, gated: bool) -> Plan | None:
     """The plan for a shape, which is asked for several times in each call; None if larger tiles are better."""
-    pieces, blocks = pieces_of(in_features, num_pieces(weight_rows, in_features), BLOCK_K)
-    tiling = ring(rows, weight_rows // 2 if gated else weight_rows, pieces, gated)
-    return None if tiling is None else Plan(tiling, pieces, blocks, norm_groups(in_features))
+    slices, blocks = slices_of(in_features, num_slices(weight_rows, in_features), BLOCK_K)
+    tiling = ring(rows, weight_rows // 2 if gated else weight_rows, slices, gated)
+    return None if tiling is None else Plan(tiling, slices, blocks, norm_groups(in_features))
 
 
 def covers(x: Tensor, weight: Tensor, gated: bool, scaled: bool) -> bool:
@@ -138,21 +138,21 @@ def launch(product: Product) -> None:
     out, x, weight, residual = product.out, product.x, product.weight, product.residual
     plan = _plan(x.shape[0], weight.shape[0], x.shape[1], product.gated)
     assert plan is not None, "covers has said that there is one"
-    tiling, pieces, blocks, groups = plan
+    tiling, slices, blocks, groups = plan
     rows, in_features = x.shape
     tiles_o, tiles_n = triton.cdiv(out.shape[-1], TILE_O), triton.cdiv(rows, tiling.block_n)
     partial = counters = None
     if tiling.split:
-        partial = x.new_empty(pieces, rows, tiles_o * (2 if product.gated else 1) * TILE_O, dtype=torch.float32)
+        partial = x.new_empty(slices, rows, tiles_o * (2 if product.gated else 1) * TILE_O, dtype=torch.float32)
         counters = arrival_counters(x.device)
     norm_weight, norm_offset, weighted, out_sum_sq = product.next_norm or (None, 0.0, None, None)
     # Outside of a CUDA graph, a kernel that has not finished may be writing the weight.
     weight_is_constant = int(product.constant_weight and torch.cuda.is_current_stream_capturing())
-    linear_hopper_kernel[(tiles_o * tiles_n, pieces if tiling.split else 1)](
+    linear_hopper_kernel[(tiles_o * tiles_n, slices if tiling.split else 1)](
         _descriptor(weight, TILE_O), _descriptor(x, tiling.block_n), out, product.bias, residual, product.sum_sq,
         norm_weight, weighted, out_sum_sq, partial, counters, weight_is_constant, rows, out.shape[-1], in_features,
         0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
-        BLOCK_N=tiling.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, PIECES=pieces, SPLIT=tiling.split, GROUPS=groups,
+        BLOCK_N=tiling.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, SLICES=slices, SPLIT=tiling.split, GROUPS=groups,
         STAGES=tiling.stages, ACTIVATION=product.activation.removesuffix("_mul"), GATED=product.gated, PDL=product.pdl,
         num_warps=4, enable_fp_fusion=False, **launch_options(product.pdl),
     )

@@ -8,7 +8,7 @@ also allows the next launch to start at once. As programs exit, programs of the 
 the memory busy.
 
 A program computes one tile of 64 rows of the weight (or 64 gate and 64 up rows) times ``BLOCK_N`` rows of x, over one
-piece of the summed dimension or over all pieces. The tensor memory accelerator fills the ring with a tile of the weight
+slice of the summed dimension or over all slices. The tensor memory accelerator fills the ring with a tile of the weight
 and a tile of x at a time, and one warp group multiplies them (``wgmma``).
 
 The formula, the dtypes, and the reason why a row's bits do not depend on the number of rows stand in
@@ -82,21 +82,21 @@ def _fill(
 @gluon.jit
 def _multiply(
     weight, x, ring, x_ring, barriers, row, up_offset, first_n, begin,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, OWN_PIECES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, OWN_SLICES: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, BYTES: gl.constexpr,
 ):
     """Compute the products of one or two tiles of the weight with the rows of x, ``[64, BLOCK_N]`` each.
 
-    They run over ``OWN_PIECES`` pieces of ``BLOCKS`` blocks. Each piece is summed by itself, and the sums are added in
+    They run over ``OWN_SLICES`` slices of ``BLOCKS`` blocks. Each slice is summed by itself, and the sums are added in
     order. The caller has filled the ring.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     total = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
     second_total = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
-    for piece in range(OWN_PIECES):
+    for k_slice in range(OWN_SLICES):
         first = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
         second = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
-        for block in range(piece * BLOCKS, (piece + 1) * BLOCKS):
+        for block in range(k_slice * BLOCKS, (k_slice + 1) * BLOCKS):
             stage = block % STAGES
             mbarrier.wait(barriers.index(stage), (block // STAGES) & 1)
             columns = x_ring.index(stage).permute((1, 0))
@@ -106,7 +106,7 @@ def _multiply(
             first, second = warpgroup_mma_wait(TILES, deps=(first, second))
             # The previous block has been multiplied, so its stage is free for the next request.
             next_block = block - 1 + STAGES
-            needed = (block > 0) & (next_block < OWN_PIECES * BLOCKS)
+            needed = (block > 0) & (next_block < OWN_SLICES * BLOCKS)
             stage = next_block % STAGES
             k = (begin + next_block) * BLOCK_K
             _request_weight(weight, ring, barriers, stage, row, up_offset, k, needed, TILES, BYTES)
@@ -155,10 +155,10 @@ def _load_norm_weight(norm_weight_ptr, o, out_features, norm_offset):
 
 
 @gluon.jit
-def _merge(y, second, partial_ptr, counter_ptr, tile, tiles_o, n, rows, TILES: gl.constexpr, PIECES: gl.constexpr):
-    """Store this piece in scratch memory. The last program of a tile to arrive adds all pieces in their order.
+def _merge(y, second, partial_ptr, counter_ptr, tile, tiles_o, n, rows, TILES: gl.constexpr, SLICES: gl.constexpr):
+    """Store this slice in scratch memory. The last program of a tile to arrive adds all slices in their order.
 
-    The scratch memory holds products ``[PIECES, rows, tiles * 64]``. Returns the sums, and whether this program is
+    The scratch memory holds products ``[SLICES, rows, tiles * 64]``. Returns the sums, and whether this program is
     last.
     """
     o = gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
@@ -170,15 +170,15 @@ def _merge(y, second, partial_ptr, counter_ptr, tile, tiles_o, n, rows, TILES: g
     if TILES == 2:
         gl.store(at + _TILE_O + gl.program_id(1) * stride, second, mask=real)
     gl.thread_barrier()  # one thread counts for all threads, so all of them must have stored
-    last = gl.atomic_add(counter_ptr + gl.program_id(0), 1, sem="acq_rel") == PIECES - 1
+    last = gl.atomic_add(counter_ptr + gl.program_id(0), 1, sem="acq_rel") == SLICES - 1
     if last:
         gl.store(counter_ptr + gl.program_id(0), 0)
         y = gl.zeros([_TILE_O, y.shape[1]], gl.float32, _OUT)
         second = gl.zeros([_TILE_O, y.shape[1]], gl.float32, _OUT)
-        for piece in gl.static_range(PIECES):
-            y += gl.load(at + piece * stride, mask=real, other=0.0, cache_modifier=".cg")
+        for k_slice in gl.static_range(SLICES):
+            y += gl.load(at + k_slice * stride, mask=real, other=0.0, cache_modifier=".cg")
             if TILES == 2:
-                second += gl.load(at + _TILE_O + piece * stride, mask=real, other=0.0, cache_modifier=".cg")
+                second += gl.load(at + _TILE_O + k_slice * stride, mask=real, other=0.0, cache_modifier=".cg")
     return y, second, last
 
 
@@ -247,7 +247,7 @@ def linear_hopper_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCKS: gl.constexpr,
-    PIECES: gl.constexpr,
+    SLICES: gl.constexpr,
     SPLIT: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -257,7 +257,7 @@ def linear_hopper_kernel(
 ):
     """One tile of the result, from a tile of the weight or, if ``GATED``, from a tile of gate rows and one of up rows.
 
-    The grid is (tiles of the result, ``PIECES`` if ``SPLIT``, else 1). Tiles of x are neighbours in it, so that a tile
+    The grid is (tiles of the result, ``SLICES`` if ``SPLIT``, else 1). Tiles of x are neighbours in it, so that a tile
     of the weight is read from memory once for all of them. ``weight`` and ``x`` are tensor descriptors. If not
     ``weight_is_constant``, the wait for the preceding kernel comes before any request.
     """
@@ -273,10 +273,10 @@ def linear_hopper_kernel(
     # tile that reaches past the last row is slow.
     first_n = gl.maximum(gl.minimum(gl.program_id(0) % tiles_n * BLOCK_N, rows - BLOCK_N), 0)
     begin = gl.program_id(1) * BLOCKS
-    OWN_PIECES: gl.constexpr = 1 if SPLIT else PIECES
+    OWN_SLICES: gl.constexpr = 1 if SPLIT else SLICES
     _fill(
         weight, x, ring, x_ring, barriers, row, out_features, first_n, begin, weight_is_constant,
-        BLOCK_K, OWN_PIECES * BLOCKS, STAGES, TILES, BYTES, PDL,
+        BLOCK_K, OWN_SLICES * BLOCKS, STAGES, TILES, BYTES, PDL,
     )
     o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
     n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _OUT))
@@ -287,12 +287,12 @@ def linear_hopper_kernel(
     norm_weight = _load_norm_weight(norm_weight_ptr, o, out_features, norm_offset)
     y, second = _multiply(
         weight, x, ring, x_ring, barriers, row, out_features, first_n, begin,
-        BLOCK_N, BLOCK_K, BLOCKS, OWN_PIECES, STAGES, TILES, BYTES,
+        BLOCK_N, BLOCK_K, BLOCKS, OWN_SLICES, STAGES, TILES, BYTES,
     )
     finish = True
     if SPLIT:
         y, second, finish = _merge(
-            y, second, partial_ptr, counter_ptr, tile, gl.cdiv(out_features, _TILE_O), n, rows, TILES, PIECES
+            y, second, partial_ptr, counter_ptr, tile, gl.cdiv(out_features, _TILE_O), n, rows, TILES, SLICES
         )
     if finish:
         RESIDUAL: gl.constexpr = residual_ptr is not None

@@ -10,13 +10,13 @@ is the row times the norm's weight, and ``sum_sq``, the sums of squares of 64 en
 since its tiles hold whole groups of 64 entries. For rows from elsewhere ``specgraph::norm_parts`` produces them.
 
 A program computes one tile of the result. If that gives too few programs to fill a GPU, the summed dimension is cut
-into pieces (split-K) with a program for each. These programs store partial sums in scratch memory, and the last one to
-arrive adds them in the order of the pieces. With many rows one program computes all pieces and adds them in the same
+into slices (split-K) with a program for each. These programs store partial sums in scratch memory, and the last one to
+arrive adds them in the order of the slices. With many rows one program computes all slices and adds them in the same
 order.
 
 The bits of a row's result do not depend on the number of rows, for these reasons:
 
-- The pieces of the summed dimension and the order of their sum are a function of the weight's shape and dtype alone.
+- The slices of the summed dimension and the order of their sum are a function of the weight's shape and dtype alone.
 - The weight is the left operand of ``tl.dot``, so that rows are columns of the product, and their number changes only
   its width.
 - Tiles may differ in size, warps and stages. Every tile has at least 64 rows of the weight and a multiple of 4 warps,
@@ -197,7 +197,7 @@ def linear_triton(given: Linear | LinearNorm, *, tiling: Tiles | None = None, pd
     """:class:`Linear` or :class:`LinearNorm` in one kernel; large tiles leave the parts of a norm to a second launch.
 
     Args:
-        tiling: in place of :func:`~specgraph.kernels.linear.product.tiles`; one with another number of pieces may give
+        tiling: in place of :func:`~specgraph.kernels.linear.product.tiles`; one with another number of slices may give
             other bits.
         pdl: whether to use programmatic dependent launch; None uses it where it exists.
     """

@@ -6,7 +6,7 @@ request the parts of the norm that follows. ``norm_parts_kernel`` computes these
 float16 or float32; sums are float32.
 
 A program of ``linear_kernel`` computes a tile of ``BLOCK_O`` rows of the weight times ``BLOCK_N`` rows of ``x``, over
-one piece of the summed dimension or over all pieces. Programs are ordered such that neighbouring ones share a tile of
+one slice of the summed dimension or over all slices. Programs are ordered such that neighbouring ones share a tile of
 the weight, which is then read from memory once.
 
 In this file rows of ``x`` are columns: tiles are ``[O, N]``. A column's sum runs over the same blocks in the same order
@@ -143,7 +143,7 @@ def _multiply(
     weight_rows,
     x_rows,
     real,
-    piece,
+    k_slice,
     in_features,
     BLOCK_O: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -151,10 +151,10 @@ def _multiply(
     BLOCKS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Compute one piece of the product: ``[BLOCK_O, BLOCK_N]``."""
+    """Compute one slice of the product: ``[BLOCK_O, BLOCK_N]``."""
     acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
     for block in range(BLOCKS):
-        k = (piece * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
+        k = (k_slice * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
         if EVEN_K:
             w = tl.load(weight_rows[:, None] + k[None, :])
             x = tl.load(x_rows[None, :] + k[:, None], mask=real[None, :], other=0.0)
@@ -168,13 +168,13 @@ def _multiply(
 
 @triton.jit
 def _add_partials(
-    partial_ptr, partial_stride, real, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr
+    partial_ptr, partial_stride, real, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr
 ):
-    """Add the partial sums in the order of the pieces. Reads bypass the L1 cache: other multiprocessors wrote them."""
+    """Add the partial sums in the order of the slices. Reads bypass the L1 cache: other multiprocessors wrote them."""
     total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
     # In an unrolled loop all loads are issued together. Large tiles do not have enough registers for that.
-    for piece in tl.range(PIECES, loop_unroll_factor=PIECES if BLOCK_O * BLOCK_N <= 4096 else 1):
-        total += tl.load(partial_ptr + piece * partial_stride, mask=real[None, :], other=0.0, cache_modifier=".cg")
+    for k_slice in tl.range(SLICES, loop_unroll_factor=SLICES if BLOCK_O * BLOCK_N <= 4096 else 1):
+        total += tl.load(partial_ptr + k_slice * partial_stride, mask=real[None, :], other=0.0, cache_modifier=".cg")
     return total
 
 
@@ -265,7 +265,7 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCKS: tl.constexpr,
-    PIECES: tl.constexpr,
+    SLICES: tl.constexpr,
     GROUPS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -277,7 +277,7 @@ def linear_kernel(
 ):
     """One tile of a product with its epilogue.
 
-    The grid is ``(tiles, PIECES)`` if ``SPLIT``, and ``(tiles, 1)`` otherwise. Tiles of x are taken in groups of
+    The grid is ``(tiles, SLICES)`` if ``SPLIT``, and ``(tiles, 1)`` otherwise. Tiles of x are taken in groups of
     ``_TILE_GROUP``; for each tile of the weight, the programs of a group's tiles are neighbours.
 
     ``EARLY`` requests the operands of the epilogue before the product, so that they arrive meanwhile; large tiles do
@@ -315,25 +315,27 @@ def linear_kernel(
             residual_stride, norm_offset, GROUPS,
         )
     if SPLIT:
-        piece = tl.program_id(1)
-        total = _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
+        k_slice = tl.program_id(1)
+        total = _multiply(weight_rows, x_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
     else:
         total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
-        # As one flat loop, the pipeline of loads does not run empty between pieces. Larger tiles are slower that way.
-        for piece in tl.range(PIECES, flatten=BLOCK_O == 64):
-            total += _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
+        # As one flat loop, the pipeline of loads does not run empty between slices. Larger tiles are slower that way.
+        for k_slice in tl.range(SLICES, flatten=BLOCK_O == 64):
+            total += _multiply(
+                weight_rows, x_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K
+            )
     gdc_launch_dependents(PDL)
     finish = True
     if SPLIT:
-        # The scratch memory holds products [PIECES, rows, tiles_o * BLOCK_O].
+        # The scratch memory holds products [SLICES, rows, tiles_o * BLOCK_O].
         partial_stride = tl.cast(rows, tl.int64) * tiles_o * BLOCK_O
         partial_ptrs = partial_ptr + n.to(tl.int64)[None, :] * (tiles_o * BLOCK_O) + (tile_o * BLOCK_O + row)[:, None]
-        tl.store(partial_ptrs + piece * partial_stride, total, mask=real[None, :])
+        tl.store(partial_ptrs + k_slice * partial_stride, total, mask=real[None, :])
         tl.debug_barrier()  # one thread counts for all threads, so all of them must have stored
-        finish = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PIECES - 1
+        finish = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SLICES - 1
         if finish:
             tl.store(counter_ptr + tile, 0)
-            total = _add_partials(partial_ptrs, partial_stride, real, BLOCK_O, BLOCK_N, PIECES)
+            total = _add_partials(partial_ptrs, partial_stride, real, BLOCK_O, BLOCK_N, SLICES)
     if finish:
         if not EARLY:
             sum_sq, residual, norm_weight = _load_epilogue_operands(

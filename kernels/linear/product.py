@@ -20,36 +20,36 @@ from specgraph.kernels.linear.linear_triton import NORM_GROUP, linear_kernel, no
 class Tiles(NamedTuple):
     """How a product is tiled.
 
-    ``pieces`` decides the bits, and in float32 so does ``block_k``. Neither depends on the number of rows.
+    ``slices`` decides the bits, and in float32 so does ``block_k``. Neither depends on the number of rows.
     """
 
     block_o: int  # rows of the weight in a tile, gate and up rows together
     block_n: int  # rows of x in a tile
     block_k: int
-    pieces: int
-    serial: bool  # one program computes all pieces
+    slices: int
+    serial: bool  # one program computes all slices
     warps: int
     stages: int
 
 
-_PIECE_ALIGNMENT = 128
-"""Pieces begin at multiples of this number of entries, whatever ``block_k`` is; ``block_k`` divides it."""
+_SLICE_ALIGNMENT = 128
+"""Slices begin at multiples of this number of entries, whatever ``block_k`` is; ``block_k`` divides it."""
 
 _SPLIT_K_TILES = 80
-"""A weight with fewer tiles of 64 rows is cut into pieces. This decides bits, so it is the same on every GPU."""
+"""A weight with fewer tiles of 64 rows is cut into slices. This decides bits, so it is the same on every GPU."""
 
 
-def num_pieces(out_features: int, in_features: int) -> int:
-    """The number of pieces into which the summed dimension of a weight ``[out_features, in_features]`` is cut.
+def num_slices(out_features: int, in_features: int) -> int:
+    """The number of slices into which the summed dimension of a weight ``[out_features, in_features]`` is cut.
 
     There are enough to give most of 132 multiprocessors a tile of 64 rows of the weight. There are not more, because
     merging takes time, and because a program that has a multiprocessor to itself can use all of its shared memory for
     weights that are being loaded.
     """
-    row_tiles, pieces = triton.cdiv(out_features, 64), 1
-    while row_tiles * pieces < _SPLIT_K_TILES and pieces < 8 and in_features >= 16 * pieces * _PIECE_ALIGNMENT:
-        pieces *= 2
-    return pieces
+    row_tiles, slices = triton.cdiv(out_features, 64), 1
+    while row_tiles * slices < _SPLIT_K_TILES and slices < 8 and in_features >= 16 * slices * _SLICE_ALIGNMENT:
+        slices *= 2
+    return slices
 
 
 def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> Tiles:
@@ -57,34 +57,34 @@ def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> 
 
     This is a plain table that was measured on an H200 (see docs/experiments.md). Nothing is timed at run time.
     """
-    pieces = num_pieces(out_features, in_features)
+    slices = num_slices(out_features, in_features)
     if itemsize == 4:  # exact float32 has no matrix instruction, and small tiles fit the registers
-        return Tiles(64, 16 if rows <= 16 else 32, 32, pieces, rows > 256, 4, 3)
+        return Tiles(64, 16 if rows <= 16 else 32, 32, slices, rows > 256, 4, 3)
     few = out_features < 8192
     if rows <= 16:
-        return Tiles(64, 16, 128, pieces, False, 4, 4) if few else Tiles(128, 16, 128, pieces, False, 4, 3)
+        return Tiles(64, 16, 128, slices, False, 4, 4) if few else Tiles(128, 16, 128, slices, False, 4, 3)
     if rows <= 32:
-        return Tiles(64, 32, 64, 1, False, 4, 8) if few and pieces == 1 else Tiles(64, 32, 128, pieces, False, 4, 4)
+        return Tiles(64, 32, 64, 1, False, 4, 8) if few and slices == 1 else Tiles(64, 32, 128, slices, False, 4, 4)
     if rows <= 64:
         if few:
-            return Tiles(64, 64, 128, pieces, False, 4, 4 if pieces == 1 else 3)
-        return Tiles(128, 64, 128, pieces, False, 8, 4)
-    return _wide_tiles(rows, out_features, in_features, pieces)
+            return Tiles(64, 64, 128, slices, False, 4, 4 if slices == 1 else 3)
+        return Tiles(128, 64, 128, slices, False, 8, 4)
+    return _wide_tiles(rows, out_features, in_features, slices)
 
 
-def _wide_tiles(rows: int, out_features: int, in_features: int, pieces: int) -> Tiles:
+def _wide_tiles(rows: int, out_features: int, in_features: int, slices: int) -> Tiles:
     """The largest tiles of which there are about as many as there are multiprocessors."""
     large, busy = triton.cdiv(out_features, 128) * triton.cdiv(rows, 128), gpus.HOPPER.product_tiles
-    # For each output, partial sums move 8 bytes per row and piece, and the weight moves 2 bytes per input.
-    if large < busy and large * pieces >= busy and 16 * rows * pieces < in_features:
-        return Tiles(128, 128, 64, pieces, False, 8, 5)
+    # For each output, partial sums move 8 bytes per row and slice, and the weight moves 2 bytes per input.
+    if large < busy and large * slices >= busy and 16 * rows * slices < in_features:
+        return Tiles(128, 128, 64, slices, False, 8, 5)
     if large >= 1024:
-        return Tiles(128, 256, 64, pieces, True, 8, 3)
+        return Tiles(128, 256, 64, slices, True, 8, 3)
     if large >= busy:
-        return Tiles(128, 128, 64, pieces, True, 8, 5)
+        return Tiles(128, 128, 64, slices, True, 8, 5)
     if triton.cdiv(out_features, 128) * triton.cdiv(rows, 64) >= busy:
-        return Tiles(128, 64, 64, pieces, True, 8, 6)
-    return Tiles(64, 64, 64, pieces, True, 4, 6)
+        return Tiles(128, 64, 64, slices, True, 8, 6)
+    return Tiles(64, 64, 64, slices, True, 4, 6)
 
 
 NextNorm = tuple[Tensor, float, Tensor, Tensor]
@@ -145,21 +145,21 @@ def launch_tiles(product: Product, tiling: Tiles | None = None) -> None:
     # In large tiles the norm groups cross warps. A separate launch for the norm's parts is cheaper then.
     fused_norm = product.next_norm if tiling.block_o * tiling.block_n <= 4096 else None
     norm_weight, norm_offset, weighted, out_sum_sq = fused_norm or (None, 0.0, None, None)
-    pieces, blocks = pieces_of(in_features, tiling.pieces, tiling.block_k)
+    slices, blocks = slices_of(in_features, tiling.slices, tiling.block_k)
     tiles_o = triton.cdiv(weight_rows, tiling.block_o)
     num_tiles = tiles_o * triton.cdiv(rows, tiling.block_n)
     serial = tiling.serial or num_tiles > MAX_COUNTERS
     partial = counters = None
-    if pieces > 1 and not serial:
-        partial = x.new_empty(pieces, rows, tiles_o * tiling.block_o, dtype=torch.float32)
+    if slices > 1 and not serial:
+        partial = x.new_empty(slices, rows, tiles_o * tiling.block_o, dtype=torch.float32)
         counters = arrival_counters(x.device)
-    even = in_features % (tiling.block_k * blocks * pieces) == 0
-    linear_kernel[(num_tiles, 1 if serial else pieces)](
+    even = in_features % (tiling.block_k * blocks * slices) == 0
+    linear_kernel[(num_tiles, 1 if serial else slices)](
         out, x, weight, product.bias, residual, sum_sq, scale, norm_weight, weighted, out_sum_sq, partial,
         counters, rows, out.shape[-1], in_features, x.stride(0), weight.stride(0),
         0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
-        BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, BLOCKS=blocks, PIECES=pieces,
-        GROUPS=groups, SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=product.activation.removesuffix("_mul"),
+        BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, BLOCKS=blocks, SLICES=slices,
+        GROUPS=groups, SPLIT=not serial and slices > 1, EVEN_K=even, ACTIVATION=product.activation.removesuffix("_mul"),
         GATED=product.gated, EARLY=early, PREFETCH=pdl and even and rows <= 64 and _allows_bulk_copies(weight), PDL=pdl,
         num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False, **launch_options(pdl),
     )
@@ -200,12 +200,12 @@ def launch_norm_parts(rows: Tensor, next_norm: NextNorm, pdl: bool | None) -> No
     )
 
 
-def pieces_of(in_features: int, wanted: int, block_k: int) -> tuple[int, int]:
-    """The number of pieces of the summed dimension, and the number of blocks in each of them."""
-    alignment = max(_PIECE_ALIGNMENT, block_k)
+def slices_of(in_features: int, wanted: int, block_k: int) -> tuple[int, int]:
+    """The number of slices of the summed dimension, and the number of blocks in each of them."""
+    alignment = max(_SLICE_ALIGNMENT, block_k)
     chunks = triton.cdiv(in_features, alignment)
-    pieces = min(wanted, chunks)
-    return pieces, triton.cdiv(chunks, pieces) * (alignment // block_k)
+    slices = min(wanted, chunks)
+    return slices, triton.cdiv(chunks, slices) * (alignment // block_k)
 
 
 def _allows_bulk_copies(weight: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specgraph.kernels.launch import arrival_counters
 from specgraph.kernels.linear.linear import ACTIVATIONS, LINEAR, LINEAR_NORM, NORM_PARTS
-from specgraph.kernels.linear.product import Tiles, num_pieces, tiles
+from specgraph.kernels.linear.product import Tiles, num_slices, tiles
 from specgraph.kernels.ops import Op
 from tests.gpu.capture import captured
 
@@ -110,7 +110,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(name: str):
 
 def cuts(name: str) -> list[Tiles]:
     outer, inner, kind = SHAPES[name]
-    pieces = num_pieces(2 * outer if kind.get("activation") == "silu_mul" else outer, inner)
+    pieces = num_slices(2 * outer if kind.get("activation") == "silu_mul" else outer, inner)
     return [
         Tiles(64, 16, 128, pieces, False, 4, 3),
         Tiles(128, 16, 64, pieces, False, 8, 3),

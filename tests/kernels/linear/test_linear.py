@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from specgraph.kernels.launch import arrival_counters, supports_pdl
 from specgraph.kernels.linear.linear import ACTIVATIONS, LINEAR, LINEAR_NORM, NORM_PARTS
-from specgraph.kernels.linear.product import Tiles, num_pieces, tiles
+from specgraph.kernels.linear.product import Tiles, num_slices, tiles
 from tests.kernels.rounding import assert_within, unit
 
 # Rows past the end, which nothing stores, and infinities: numpy warns, a GPU does not.
@@ -191,7 +191,7 @@ def test_the_bits_do_not_follow_the_tiling(activation: str, pieces: int, dtype: 
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype):
     """With the tilings that are chosen; the weight is one that is cut in pieces."""
     inner = 2048
-    assert num_pieces(64, inner) > 1
+    assert num_slices(64, inner) > 1
     (x, weight, bias, residual, norm_weight), options = arguments(70, 64, inner, dtype)
     whole = normed_linear(x, weight, bias, residual, norm_weight, **options)
     for first, last in [(0, 1), (69, 70), (3, 20)]:
@@ -203,7 +203,7 @@ def test_the_summed_dimension_is_cut_without_regard_to_the_rows():
     for outer, inner in [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (48, 72)]:
         for itemsize in (2, 4):
             chosen = [tiles(rows, outer, inner, itemsize) for rows in (1, 16, 17, 64, 65, 256, 257, 4096)]
-            assert {tiling.pieces for tiling in chosen} == {num_pieces(outer, inner)}
+            assert {tiling.slices for tiling in chosen} == {num_slices(outer, inner)}
             assert len({tiling.block_k for tiling in chosen}) == 1 or itemsize == 2
             assert all(tiling.block_o >= 64 and tiling.warps % 4 == 0 for tiling in chosen), (
                 "wgmma at every number of rows"
