@@ -25,22 +25,14 @@ class Gpu:
         pointwise_tiles: with so many tiles of a pointwise kernel, all multiprocessors have work.
     """
 
-    multiprocessors: int
-    shared_bytes: int
-    attention_programs: int
-    search_programs: int
-    count_programs: int
-    product_tiles: int
-    pointwise_tiles: int
+    multiprocessors: int = 132
+    shared_bytes: int = 224 * 1024
+    attention_programs: int = 264
+    search_programs: int = 1056
+    count_programs: int = 528
+    product_tiles: int = 96
+    pointwise_tiles: int = 256
 
 
-HOPPER = Gpu(
-    multiprocessors=132,
-    shared_bytes=224 * 1024,
-    attention_programs=264,
-    search_programs=1056,
-    count_programs=528,
-    product_tiles=96,
-    pointwise_tiles=256,
-)
+HOPPER = Gpu()
 """H100 SXM and H200, on which these numbers were measured. Other GPUs use them too, until they are measured."""
