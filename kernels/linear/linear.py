@@ -43,17 +43,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import runs_gluon, supports_pdl
+from specgraph.kernels.launch import dense_rows, runs_gluon, supports_pdl
 from specgraph.kernels.linear.linear_triton import NORM_GROUP
-from specgraph.kernels.linear.product import (
-    NextNorm,
-    Product,
-    Tiles,
-    as_rows,
-    is_gated,
-    launch_norm_parts,
-    launch_tiles,
-)
+from specgraph.kernels.linear.product import Product, Tiles, as_rows, is_gated, launch_norm_parts, launch_tiles
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -185,11 +177,18 @@ def _hopper_covers(given: Linear | LinearNorm) -> bool:
 
 def _filled(given: Linear | LinearNorm, fill: Callable[[Product], None], pdl: bool | None) -> Any:
     """The result of a linear layer, and the parts of the norm behind it if it has one."""
-    out, next_norm = given.x.new_empty(_out_shape(given)), None
+    x, weight, out = given.x, given.weight, given.x.new_empty(_out_shape(given))
+    require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
+    rows = dense_rows(weight)  # a copy is not constant: it is written just before
+    residual = None if given.residual is None else as_rows(given.residual)
+    next_norm = None
     if isinstance(given, LinearNorm):
         next_norm = (given.norm_weight, given.norm_offset, *_empty_parts(out))
     if out.numel() > 0:
-        fill(_product(given, out, next_norm, pdl))
+        fill(Product(
+            out, as_rows(x), rows, given.bias, residual, given.sum_sq, given.norm_eps, given.activation,
+            given.constant_weight and rows is weight, next_norm, supports_pdl(x.device) if pdl is None else pdl,
+        ))
     return out if next_norm is None else (out, *next_norm[2:])
 
 
@@ -226,19 +225,6 @@ def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
     exact = torch.promote_types(out.dtype, torch.float32)
     sum_sq = out.new_empty((*out.shape[:-1], -(-out.shape[-1] // NORM_GROUP)), dtype=exact)
     return out.new_empty(out.shape), sum_sq
-
-
-def _product(given: Linear | LinearNorm, out: Tensor, next_norm: NextNorm | None, pdl: bool | None) -> Product:
-    x, weight = given.x, given.weight
-    require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
-    rows = weight if weight.stride(1) == 1 else weight.contiguous()  # a copy is not constant: it is written just before
-    constant = given.constant_weight and rows is weight
-    residual = None if given.residual is None else as_rows(given.residual)
-    pdl = supports_pdl(x.device) if pdl is None else pdl
-    return Product(
-        out, as_rows(x), rows, given.bias, residual, given.sum_sq, given.norm_eps, given.activation, constant,
-        next_norm, pdl,
-    )
 
 
 def _linear_fake(given: Linear | LinearNorm) -> Tensor:

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from specgraph.kernels import gpus
-from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, dense_rows, launch_options, supports_pdl
 from specgraph.kernels.linear.linear_triton import NORM_GROUP, linear_kernel, norm_parts_kernel, norm_scale_kernel
 
 
@@ -126,8 +126,7 @@ def norm_groups(features: int) -> int:
 
 def as_rows(x: Tensor) -> Tensor:
     """``x`` as a matrix of its rows, whose entries lie side by side."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+    return dense_rows(x.reshape(-1, x.shape[-1]))
 
 
 def launch_tiles(product: Product, tiling: Tiles | None = None) -> None:
