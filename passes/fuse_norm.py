@@ -23,25 +23,15 @@ from specgraph.passes.common.patterns import (
     aten,
     before_cast,
     dtype_of,
+    insert_weight,
     only_user,
     producer,
-    replace,
+    replace_by,
     rewrite,
     weight_name,
 )
 
 RMS_NORM = torch.ops.specgraph.rms_norm.default
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """One norm that was found: its input, its last node, and its parameters."""
-
-    x: fx.Node
-    end: fx.Node
-    weight: fx.Node | None
-    eps: float
-    offset: float
 
 
 @dataclass(frozen=True)
@@ -54,11 +44,11 @@ class FuseNorm(LoweringPass):
     def apply(self, program: Program) -> PassResult:
         """Rewrite every norm of every module."""
         dtype = program.target.dtype
-        return rewrite(program, aten.rsqrt.default, lambda graph, node: _fuse(graph, _match(node, dtype)))
+        return rewrite(program, aten.rsqrt.default, lambda node: _fuse(node, dtype))
 
 
-def _match(rsqrt: fx.Node, dtype: torch.dtype) -> _Norm:
-    """The norm around ``rsqrt``. ``dtype`` is assumed for inputs that a pass has made, for which tracing noted none."""
+def _fuse(rsqrt: fx.Node, dtype: torch.dtype) -> None:
+    """Join the norm around ``rsqrt``. ``dtype`` is assumed for an input of which tracing noted nothing."""
     shifted = producer(rsqrt.args[0], aten.add.Tensor)
     if shifted is None or not isinstance(shifted.args[1], float):
         raise Mismatch(f"{rsqrt.name} has no epsilon under the root")
@@ -74,7 +64,8 @@ def _match(rsqrt: fx.Node, dtype: torch.dtype) -> _Norm:
     end, weight, offset = _weighted(normed, dtype)
     if dtype_of(end) != dtype:
         raise Mismatch(f"{end.name} is {dtype_of(end)}, but {x.name} is {dtype}")
-    return _Norm(x, end, weight, shifted.args[1], offset)
+    own = None if weight is None else insert_weight(end, weight)
+    replace_by(end, RMS_NORM, (x, own), {"eps": shifted.args[1], "offset": offset}, "rms_norm")
 
 
 def _last(mean: fx.Node) -> tuple[Any, ...]:
@@ -122,14 +113,3 @@ def _weight(user: fx.Node, normed: fx.Node, size: int) -> tuple[fx.Node, float] 
     other = before_cast(other)
     known = isinstance(other, fx.Node) and weight_name(other) is not None and tuple(other.meta["val"].shape) == (size,)
     return (other, offset) if known else None
-
-
-def _fuse(graph: fx.Graph, norm: _Norm) -> None:
-    with graph.inserting_before(norm.end):
-        weight = None
-        if norm.weight is not None:
-            weight = graph.get_attr(str(norm.weight.target))
-            weight.meta.update(norm.weight.meta)
-        options: dict[str, Any] = {"eps": norm.eps, "offset": norm.offset}
-        fused = graph.create_node("call_function", RMS_NORM, (norm.x, weight), options, name="rms_norm")
-    replace(graph, norm.end, fused)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import math
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,10 +28,13 @@ from specgraph.passes.common.patterns import (
     aten,
     dtype_of,
     erase_unused,
+    insert,
+    items,
     keep_meta,
     only_user,
     producer,
     same_sizes,
+    value_of,
 )
 
 POINTWISE = torch.ops.specgraph.pointwise.default
@@ -63,8 +65,8 @@ class FusePointwise(LoweringPass):
             chains = list(_chains(module.graph))
             functions += sum(len(chain.nodes) for chain in chains)
             # From the last to the first: a chain whose end is replaced may be an input of those behind it.
-            for group in reversed(list(_together(module.graph, chains))):
-                _insert(module.graph, group)
+            for group in reversed(list(_together(chains))):
+                _insert(group)
                 ops += 1
             module.recompile()
         return PassResult(ops, notes=(f"{functions} functions of elements are {ops} x pointwise",) if ops else ())
@@ -182,16 +184,15 @@ def _copied(value: fx.Node, shape: torch.Size) -> fx.Node | None:
         source = clone.args[0]
     elif reshape.target is not aten.reshape.default:
         return None  # a view, which copies nothing
-    known = isinstance(source, fx.Node) and isinstance(source.meta.get("val"), Tensor) and source.meta["val"].dim() > 0
-    return source if known else None  # type: ignore[return-value]
+    copied = value_of(source)
+    return source if copied is not None and copied.dim() > 0 else None  # type: ignore[return-value]
 
 
-def _together(graph: fx.Graph, chains: list[_Chain]) -> Iterator[list[_Chain]]:
+def _together(chains: list[_Chain]) -> Iterator[list[_Chain]]:
     """Chains in groups that one op computes: of one shape, and none read before the last is known."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
     group: list[_Chain] = []
     for chain in chains:
-        if group and not (_alike(group[0], chain) and _fits([*group, chain], order)):
+        if group and not (_alike(group[0], chain) and _fits([*group, chain])):
             yield group
             group = []
         group.append(chain)
@@ -204,29 +205,27 @@ def _alike(chain: _Chain, other: _Chain) -> bool:
     return plain and same_sizes(chain.end.meta["val"].shape, other.end.meta["val"].shape)
 
 
-def _fits(group: list[_Chain], order: dict[fx.Node, int]) -> bool:
-    last = order[group[-1].end]
-    early = min((order[user] for chain in group[:-1] for user in chain.end.users), default=len(order))
-    return early > last and len({value for chain in group for value in chain.inputs}) <= MOST_INPUTS
+def _fits(group: list[_Chain]) -> bool:
+    readers = (user for chain in group[:-1] for user in chain.end.users)
+    late = all(group[-1].end < reader for reader in readers)
+    return late and len({value for chain in group for value in chain.inputs}) <= MOST_INPUTS
 
 
-def _insert(graph: fx.Graph, group: list[_Chain]) -> None:
+def _insert(group: list[_Chain]) -> None:
     """Put one op in place of the functions of a group."""
     last = group[-1].end
-    with graph.inserting_before(last):
-        inputs = list(dict.fromkeys(value for chain in group for value in chain.inputs))
-        texts = [_numbered(chain, inputs) for chain in group]
-        source, shape = group[0].source, last.meta["val"].shape
-        given = inputs if source is None else _reshaped(graph, inputs, source, shape)
-        joined = graph.create_node("call_function", POINTWISE, (given, ", ".join(texts)), {}, name="pointwise")
-        results = [graph.call_function(operator.getitem, (joined, index)) for index in range(len(group))]
-        if source is not None:
-            sizes = _sizes(graph, shape, source)
-            results = [graph.call_function(aten.view.default, (result, sizes)) for result in results]
+    inputs = list(dict.fromkeys(value for chain in group for value in chain.inputs))
+    texts = [_numbered(chain, inputs) for chain in group]
+    source, shape = group[0].source, last.meta["val"].shape
+    given = inputs if source is None else _reshaped(last, inputs, source, shape)
+    results = items(last, insert(last, POINTWISE, (given, ", ".join(texts)), name="pointwise"), len(group))
+    if source is not None:
+        sizes = _sizes(last, shape, source)
+        results = [insert(last, aten.view.default, (result, sizes)) for result in results]
     for chain, result in zip(group, results, strict=True):
         chain.end.replace_all_uses_with(keep_meta(result, chain.end))
     for chain in group:
-        erase_unused(graph, chain.end)
+        erase_unused(chain.end)
 
 
 def _numbered(chain: _Chain, inputs: list[fx.Node]) -> str:
@@ -235,24 +234,24 @@ def _numbered(chain: _Chain, inputs: list[fx.Node]) -> str:
     return ast.unparse(ast.parse(text, mode="eval"))
 
 
-def _reshaped(graph: fx.Graph, inputs: list[fx.Node], source: fx.Node, shape: torch.Size) -> list[fx.Node]:
+def _reshaped(before: fx.Node, inputs: list[fx.Node], source: fx.Node, shape: torch.Size) -> list[fx.Node]:
     """Inputs as an op reads them that computes in the shape of ``source``: what they copy, or views of that shape."""
     inner = source.meta["val"].shape
-    sizes, given = _sizes(graph, inner, source), list[fx.Node]()
+    sizes, given = _sizes(before, inner, source), list[fx.Node]()
     for value in inputs:
         copied = _copied(value, shape)
         if copied is not None and same_sizes(copied.meta["val"].shape, inner):
             given.append(copied)
         elif same_sizes(value.meta["val"].shape, shape):
-            given.append(graph.call_function(aten.reshape.default, (value, sizes)))
+            given.append(insert(before, aten.reshape.default, (value, sizes)))
         else:
             given.append(value)
     return given
 
 
-def _sizes(graph: fx.Graph, shape: Any, source: fx.Node) -> list[Any]:
+def _sizes(before: fx.Node, shape: Any, source: fx.Node) -> list[Any]:
     """``shape`` as arguments of a view: numbers, sizes of ``source``, and -1 for a size that is neither."""
     known = [str(size) for size in source.meta["val"].shape]
     return [size if isinstance(size, int) else
-            graph.call_function(aten.sym_size.int, (source, known.index(str(size)))) if str(size) in known else -1
+            insert(before, aten.sym_size.int, (source, known.index(str(size)))) if str(size) in known else -1
             for size in shape]  # fmt: skip

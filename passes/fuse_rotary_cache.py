@@ -13,8 +13,8 @@ The computation of the angles, ``cos`` and ``sin`` of positions times inverse fr
 
 from __future__ import annotations
 
-import operator
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,12 +34,15 @@ from specgraph.passes.common.patterns import (
     aten,
     dtype_of,
     erase_unused,
+    insert,
+    items,
     keep_meta,
     only_user,
     operands,
     producer,
     replace,
     rewrite,
+    value_of,
 )
 
 PAGED = torch.ops.specgraph.paged_attention.default
@@ -70,38 +73,38 @@ class FuseRotaryCache(LoweringPass):
         return PassResult(sum(part.matches for part in parts), near_misses=misses, notes=notes)
 
 
-def _fuse(graph: fx.Graph, node: fx.Node) -> None:
-    q, k, *others = node.args
-    (q, *q_angles), (k, *k_angles) = _unrotated(q), _unrotated(k)
-    if q_angles != k_angles:
-        raise Mismatch("queries and keys are rotated by different angles")
-    with graph.inserting_before(node):
-        given = (q, k, others[0], *q_angles, *others[1:])
-        fused = graph.create_node("call_function", torch.ops.specgraph.rotary_attention.default, given,
-                                  dict(node.kwargs), name="rotary_attention")  # fmt: skip
+def _fuse(node: fx.Node) -> None:
+    rotated, cos, sin = _unrotated(node.args[:2])
+    given = (*rotated, node.args[2], cos, sin, *node.args[3:])
+    fused = insert(node, torch.ops.specgraph.rotary_attention.default, given, node.kwargs, "rotary_attention")
     # The node writes caches, so dead-code elimination would keep it: it and its unused inputs are erased here.
     inputs = node.all_input_nodes
     node.replace_all_uses_with(keep_meta(fused, node))
-    graph.erase_node(node)
+    node.graph.erase_node(node)
     for value in inputs:
-        erase_unused(graph, value)
+        erase_unused(value)
 
 
-def _give_angles(graph: fx.Graph, node: fx.Node) -> None:
+def _give_angles(node: fx.Node) -> None:
     """Let an op of a block drafter rotate what was rotated before it."""
     count = ROTATING[node.target]  # type: ignore[index]
-    rotated = [_unrotated(value) for value in node.args[:count]]
-    if len({(cos, sin) for _, cos, sin in rotated}) > 1:
-        raise Mismatch("queries and keys are rotated by different angles")
-    _, cos, sin = rotated[0]
+    rotated, cos, sin = _unrotated(node.args[:count])
     inputs = node.all_input_nodes
-    node.args = (*(x for x, _, _ in rotated), *node.args[count:])
+    node.args = (*rotated, *node.args[count:])
     node.kwargs = {**node.kwargs, "cos": cos, "sin": sin}
     for value in inputs:
-        erase_unused(graph, value)
+        erase_unused(value)
 
 
-def _unrotated(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
+def _unrotated(values: Sequence[Any]) -> tuple[list[fx.Node], fx.Node, fx.Node]:
+    """What was rotated into ``values``, all by the same angles, and the cosines and sines ``[B, T, n]`` of these."""
+    rotated = [_unrotated_heads(value) for value in values]
+    if len({(cos, sin) for _, cos, sin in rotated}) > 1:
+        raise Mismatch("queries and keys are rotated by different angles")
+    return [x for x, _, _ in rotated], *rotated[0][1:]
+
+
+def _unrotated_heads(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
     """``x``, ``cos`` and ``sin`` of the rotation of the first ``n`` values of every head; the latter are ``[B, T, n]``.
 
     Where a head has more values, the rotated ones and the others are joined again.
@@ -164,14 +167,12 @@ def _columns(value: Any) -> tuple[fx.Node, int, int] | None:
     if node is None:
         return None
     # Tracing writes a slice that takes every element as an alias.
-    x, *bounds = node.args if node.target is aten.slice.Tensor else (*node.args, -1, 0, sys.maxsize)
-    if not isinstance(x, fx.Node) or "val" not in x.meta or len(bounds) != 3 or bounds[0] not in (-1, 3):
+    given = {"dim": -1, "start": 0, "end": sys.maxsize, "step": 1, **arguments(node)}
+    x, begin, end = given["self"], given["start"], given["end"]
+    constant = isinstance(begin, int) and isinstance(end, int) and given["step"] == 1
+    if not constant or given["dim"] not in (-1, 3) or "val" not in x.meta:
         return None
-    begin, end = bounds[1:]
-    if not isinstance(begin, int) or not isinstance(end, int):
-        return None
-    first, past, _ = slice(begin, end).indices(x.meta["val"].shape[-1])
-    return x, first, past
+    return x, *slice(begin, end).indices(x.meta["val"].shape[-1])[:2]
 
 
 def _per_row(angles: Any, x: fx.Node) -> fx.Node:
@@ -196,10 +197,10 @@ class _Angles:
     layout: str
 
 
-def _fuse_angles(graph: fx.Graph, cos: fx.Node) -> None:
-    source = cos.args[0]
-    sines = [] if not isinstance(source, fx.Node) else [u for u in source.users if u.target is aten.sin.default]
-    if not isinstance(source, fx.Node) or len(sines) != 1 or cos.kwargs:
+def _fuse_angles(cos: fx.Node) -> None:
+    (source,) = cos.all_input_nodes
+    sines = [user for user in source.users if user.target is aten.sin.default]
+    if len(sines) != 1:
         raise Mismatch(f"{cos.name} has no sine of the same angles")
     angles = _angles(source)
     (end, *form), (sine_end, *sine_form) = (_scaled(node, angles.layout) for node in (cos, sines[0]))
@@ -209,14 +210,12 @@ def _fuse_angles(graph: fx.Graph, cos: fx.Node) -> None:
     options: dict[str, Any] = {"dtype": dtype, **dict(zip(("scaling", "layout"), form, strict=True))}
     if angles.max_position is not None:
         options["max_position"] = angles.max_position
-    with graph.inserting_before(source.next):
-        frequencies = angles.frequencies
-        if torch.promote_types(dtype_of(frequencies) or torch.float32, torch.float32) != angles.dtype:
-            frequencies = graph.call_function(aten.to.dtype, (frequencies, angles.dtype))
-        both = graph.create_node("call_function", ANGLES, (angles.positions, frequencies), options, name="angles")
-        parts = [graph.call_function(operator.getitem, (both, index)) for index in range(2)]
-    for old, new in zip((end, sine_end), parts, strict=True):
-        replace(graph, old, new)
+    place, frequencies = source.next, angles.frequencies
+    if torch.promote_types(dtype_of(frequencies) or torch.float32, torch.float32) != angles.dtype:
+        frequencies = insert(place, aten.to.dtype, (frequencies, angles.dtype))
+    both = insert(place, ANGLES, (angles.positions, frequencies), options, "angles")
+    for old, new in zip((end, sine_end), items(place, both, 2), strict=True):
+        replace(old, new)
 
 
 def _angles(source: fx.Node) -> _Angles:
@@ -228,20 +227,19 @@ def _angles(source: fx.Node) -> _Angles:
     factors = producer(turned.args[0] if turned is not None else product, aten.mul.Tensor, aten.matmul.default)
     if factors is None:
         raise Mismatch(f"{source.name}, the argument of the cosine, is not a product of positions and frequencies")
-    value: Any = product.meta.get("val")
     roots = [_root(factor, dtype_of(product)) for factor in factors.args[:2]]
     positions, frequencies = sorted(roots, key=lambda node: node.op == "get_attr")
     positions, limit = _unclamped(positions)
-    rows: Any
-    table: Any
-    rows, table = positions.meta.get("val"), frequencies.meta.get("val")
-    known = all(isinstance(v, torch.Tensor) for v in (value, rows, table)) and frequencies.op == "get_attr"
-    if known and value.dtype not in (torch.float32, torch.float64):
+    value, rows, table = map(value_of, (product, positions, frequencies))
+    unlike = Mismatch(f"{factors.name} is not the product of positions [B, T] and frequencies [F]")
+    if value is None or rows is None or table is None or frequencies.op != "get_attr":
+        raise unlike
+    if value.dtype not in (torch.float32, torch.float64):
         raise Mismatch(f"{factors.name} rounds the angles to {value.dtype}, and the positions with them")
-    known = known and rows.dim() == 2 and table.dim() == 1
     # Only broadcasting separates the factors from the product, so its shape tells which factor is which.
-    if not known or rows.is_floating_point() or value.shape != (*rows.shape, *table.shape):
-        raise Mismatch(f"{factors.name} is not the product of positions [B, T] and frequencies [F]")
+    shape = (*rows.shape, *table.shape)
+    if rows.dim() != 2 or table.dim() != 1 or rows.is_floating_point() or value.shape != shape:
+        raise unlike
     if table.device != value.device:
         raise Mismatch(f"{frequencies.name} is on another device")
     return _Angles(positions, limit, frequencies, value.dtype, layout)
@@ -287,11 +285,9 @@ def _whole(value: Any) -> fx.Node | None:
 
 def _unclamped(positions: fx.Node) -> tuple[fx.Node, int | None]:
     """The positions behind the clamp that ``insert_kv_cache`` puts in front of tables, and its upper limit."""
-    if positions.target is not aten.clamp.default or set(positions.kwargs) != {"min", "max"}:
-        return positions, None
-    source, limit = positions.args[0], positions.kwargs["max"]
-    known = isinstance(source, fx.Node) and positions.kwargs["min"] == 0 and isinstance(limit, int)
-    return (source, limit) if known else (positions, None)  # type: ignore[return-value]
+    given = arguments(positions) if positions.target is aten.clamp.default else {}
+    known = given.get("min") == 0 and isinstance(given.get("max"), int)
+    return (given["self"], given["max"]) if known else (positions, None)
 
 
 def _scaled(node: fx.Node, layout: str) -> tuple[fx.Node, float, str]:
@@ -301,17 +297,14 @@ def _scaled(node: fx.Node, layout: str) -> tuple[fx.Node, float, str]:
     cosines gives the cosines of repeated angles.
     """
     end, scaling = node, 1.0
-    user = only_user(end)
-    if user is not None and user.target is aten.mul.Tensor and isinstance(user.args[1], int | float):
+    user = producer(only_user(end), aten.mul.Tensor)
+    if user is not None and isinstance(user.args[1], int | float):
         end, scaling = user, float(user.args[1])
     user = only_user(end)
     if user is not None and layout == "once" and (repeated := _layout(user)[1]) not in (None, "once"):
         end, layout = user, str(repeated)
-    user = only_user(end)
-    if user is not None and user.target in CASTS and user.args[0] is end and not _moves(user):
-        end = user
+    cast = producer(only_user(end), *CASTS)
+    moves = cast is not None and cast.target is aten._to_copy.default and set(cast.kwargs) != {"dtype"}
+    if cast is not None and cast.args[0] is end and not moves:
+        end = cast
     return end, scaling, layout
-
-
-def _moves(cast: fx.Node) -> bool:
-    return cast.target is aten._to_copy.default and set(cast.kwargs) != {"dtype"}

@@ -135,7 +135,7 @@ def _fuse(program: Program, match: _Match) -> None:
     for piece in reversed([p for p in match.pieces if p not in logprobs]):
         graph.erase_node(piece)
     if kept is not None:
-        erase_unused(graph, kept)
+        erase_unused(kept)
 
 
 def _nan_checks(match: _Match) -> list[fx.Node]:

@@ -23,7 +23,8 @@ from specgraph.ir.program import Program
 from specgraph.kernels.state import STATEFUL, Buffer
 from specgraph.kernels.step import row_slots
 from specgraph.passes.base import Pass, PassResult
-from specgraph.passes.common.module_state import add_inputs, bind_target, operands, take_buffers
+from specgraph.passes.common.module_state import add_inputs, bind_target, give_state
+from specgraph.passes.common.patterns import insert
 
 STATE = {
     "num_rows": Buffer(("B",)),
@@ -63,15 +64,12 @@ class InsertKVCache(Pass):
         inputs = add_inputs(graph, STATE, "caches")
         positions, caches = inputs["positions"], inputs["caches"]
         num_rows, block_table, max_length = (inputs[name] for name in STATE)
-        with graph.inserting_after(caches):
-            places = (positions, num_rows, block_table, max_length)
-            slots = graph.call_function(row_slots, places, {"block_size": self.block_size})
-            slots.name = "slots"
+        places = (positions, num_rows, block_table, max_length)
+        slots = insert(caches.next, row_slots, places, {"block_size": self.block_size}, "slots")
         if limit is not None:
-            self._stay_inside(graph, positions, slots, limit)
+            self._stay_inside(positions, slots, limit)
         buffers: list[Buffer] = []
-        for layer, node in enumerate(nodes):
-            buffers += self._replace(graph, node, (caches, len(buffers), layer), (slots, block_table, positions))
+        give_state(nodes, STATEFUL, caches, buffers, self.block_size, (slots, block_table, positions))
         caches.meta["state"] = tuple(buffers)
         for node in (slots, num_rows, block_table, max_length):
             if not node.users:
@@ -79,28 +77,12 @@ class InsertKVCache(Pass):
         graph.lint()
         module.recompile()
 
-    def _stay_inside(self, graph: fx.Graph, positions: fx.Node, slots: fx.Node, limit: int) -> None:
+    def _stay_inside(self, positions: fx.Node, slots: fx.Node, limit: int) -> None:
         """Rows that are not real may lie outside of a table of learned positions: look up its first or last entry."""
-        with graph.inserting_after(slots):
-            known = graph.call_function(torch.ops.aten.clamp.default, (positions,), {"min": 0, "max": limit - 1})
-        known.name = "known_positions"
+        limits = {"min": 0, "max": limit - 1}
+        known = insert(slots.next, torch.ops.aten.clamp.default, (positions,), limits, "known_positions")
         sizes = torch.ops.aten.sym_size.int  # reads no position, and would keep the clamp where nothing else needs it
         positions.replace_all_uses_with(known, lambda user: user not in (slots, known) and user.target is not sizes)
-
-    def _replace(
-        self, graph: fx.Graph, node: fx.Node, place: tuple[fx.Node, int, int], rows: tuple[fx.Node, ...]
-    ) -> tuple[Buffer, ...]:
-        """The stateful form of one op; ``place`` is the tuple of buffers, where its own begin, and its layer."""
-        form, (caches, first, layer) = STATEFUL[node.target], place  # type: ignore[index]
-        buffers = form.buffers(operands(node), self.block_size)
-        with graph.inserting_before(node):
-            state = take_buffers(graph, caches, first, form.names, layer)
-            new = graph.call_function(form.op, form.arguments(node.args, state, rows), dict(node.kwargs))
-        # A hidden state may be this very node; what a later pass reads from it must survive.
-        new.meta.update({key: node.meta[key] for key in ("hidden_state",) if key in node.meta})
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-        return buffers
 
 
 def _stateful(graph: fx.Graph) -> list[fx.Node]:

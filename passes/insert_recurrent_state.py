@@ -23,7 +23,8 @@ from specgraph.errors import UnsupportedModelError
 from specgraph.ir.program import Program
 from specgraph.kernels.state import RECURRENT, ROW_INDEX, ROWS, Buffer
 from specgraph.passes.base import Pass, PassResult
-from specgraph.passes.common.module_state import add_inputs, bind_target, operands, take_buffers
+from specgraph.passes.common.module_state import add_inputs, bind_target, give_state
+from specgraph.passes.common.patterns import insert
 from specgraph.passes.insert_kv_cache import STATE
 
 SETTLED = Buffer(("B",), indexed=True)
@@ -86,26 +87,16 @@ def _give_state(module: fx.GraphModule, nodes: list[fx.Node], unsettled: int) ->
     """Rewrite one module, in whose calls at most so many rows are ``unsettled``."""
     graph = module.graph
     given = add_inputs(graph, INPUTS, "states")
-    with graph.inserting_after([*given.values()][-1]):
-        settled = graph.call_function(operator.getitem, (given["states"], 0))
+    first = [*given.values()][-1].next
+    settled = insert(first, operator.getitem, (given["states"], 0), name="settled")
     places = [given[name] for name in (ROWS, "positions", "num_rows", "num_forced", "max_length")]
-    with graph.inserting_after(settled):
-        span = graph.call_function(SPAN, (settled, *places))
-    settled.name, span.name = "settled", "span"
+    span = insert(first, SPAN, (settled, *places), name="span")
     buffers = [SETTLED]
-    for number, node in enumerate(nodes):
-        form = RECURRENT[node.target]  # type: ignore[index]
-        with graph.inserting_before(node):
-            state = take_buffers(graph, given["states"], len(buffers), form.names, number)
-            new = graph.call_function(form.op, form.arguments(node.args, state, span), dict(node.kwargs))
-        buffers += form.buffers(operands(node), unsettled)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+    give_state(nodes, RECURRENT, given["states"], buffers, unsettled, span)
     # Where the state of an op stands follows from the settled rows, so these are copied with it.
     buffers[0] = replace(SETTLED, chunk=min(buffer.chunk for buffer in buffers if buffer.chunk is not None))
     given["states"].meta["state"] = tuple(buffers)
-    with graph.inserting_before(graph.output_node()):
-        graph.call_function(SETTLE, (settled, span))
+    insert(graph.output_node(), SETTLE, (settled, span))
     graph.lint()
     module.recompile()
     return buffers

@@ -40,11 +40,16 @@ from specgraph.passes.common.patterns import (
     aten,
     dispatched,
     dtype_of,
+    insert,
+    insert_weight,
     is_float,
+    items,
     keep_meta,
     only_user,
     producer,
     replace,
+    replace_by,
+    value_of,
     weight_name,
 )
 from specgraph.passes.common.reductions import ONE_LAUNCH, ORDERED, lower_reductions
@@ -108,17 +113,18 @@ class LowerKernels(LoweringPass):
         for name, module in program.modules.items():
             _turn_weights(module)
             _turn_products(module.graph)
-            misses += [NearMiss(f"{name}.{node}", reason) for node, reason in _lower_linears(module, chosen)]
-            _pair_norms(module, chosen)
-            _join_norms(module, chosen)
-            gate_norms(module, chosen)
-            group_norms(module, chosen)
-            _lower_copies(module, chosen)
-            lower_reductions(module, ORDERED if bitwise else ONE_LAUNCH, chosen)
-            if bitwise:
-                _check_rows(name, module)
-            else:
-                left.update(str(node.target) for node in _row_dependent(module))
+            misses += _lower_linears(name, module.graph, chosen)
+            for lower in (_pair_norms, _join_norms, gate_norms, group_norms, _lower_copies):
+                lower(module.graph, chosen)
+            lower_reductions(module.graph, ORDERED if bitwise else ONE_LAUNCH, chosen)
+            for node in _row_dependent(module.graph):
+                if bitwise:
+                    raise PassError(
+                        f"lower_kernels: {name}.{node.name} ({node.target}) may give a row other bits when the number "
+                        "of rows changes, which numerics=bitwise rules out; compile with numerics=fast, which leaves "
+                        "it to PyTorch."
+                    )
+                left[str(node.target)] += 1
             module.recompile()
         why = f"left as they are, though a row's bits may depend on the other rows: {', '.join(_counted(left))}"
         notes = (*_counted(chosen), *([why] if left else []), *_slower(program.target.device))
@@ -147,9 +153,9 @@ def _turn_weights(module: fx.GraphModule) -> None:
     """
     graph = module.graph
     for node in list(calls(graph, aten.addmm.default)):
-        bias, x, weight = node.args
-        name = weight_name(weight)
-        if name is None or node.kwargs:
+        given = arguments(node)
+        name = weight_name(given["mat2"])
+        if name is None or given["alpha"] != 1 or given["beta"] != 1:
             continue
         parameter = get_attribute(module, name)
         turned = parameter.t().contiguous()
@@ -157,42 +163,40 @@ def _turn_weights(module: fx.GraphModule) -> None:
         set_attribute(module, f"{name}_turned", nn.Parameter(turned, requires_grad=False))
         with graph.inserting_before(node):
             attribute = graph.get_attr(f"{name}_turned")
-            attribute.meta["val"] = turned
-            replace(graph, node, graph.call_function(DENSE.traced, (x, attribute, bias)))
+        attribute.meta["val"] = turned
+        replace_by(node, DENSE.traced, (given["mat1"], attribute, given["self"]))
 
 
 def _turn_products(graph: fx.Graph) -> None:
     """``matmul(weight, x.transpose(1, 2))`` becomes a linear of ``x`` ``[B, T, I]``, whose result is transposed."""
     for node in list(calls(graph, aten.matmul.default)):
-        weight, columns = node.args
+        weight, columns = arguments(node).values()
         turned = producer(columns, aten.transpose.int)
         if weight_name(weight) is None or turned is None or tuple(turned.args[1:]) not in ((1, 2), (2, 1)):
             continue
-        with graph.inserting_before(node):
-            rows = graph.call_function(DENSE.traced, (turned.args[0], weight, None))
-            rows.meta["val"] = node.meta["val"].transpose(1, 2)
-            replace(graph, node, graph.call_function(aten.transpose.int, (rows, 1, 2)))
+        rows = insert(node, DENSE.traced, (turned.args[0], weight, None))
+        rows.meta["val"] = node.meta["val"].transpose(1, 2)
+        replace_by(node, aten.transpose.int, (rows, 1, 2))
 
 
-def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> list[tuple[str, str]]:
-    """Lower every linear layer; returns those that stay as they are, by name, with the reason."""
-    graph, stay = module.graph, []
+def _lower_linears(name: str, graph: fx.Graph, chosen: Counter[str]) -> list[NearMiss]:
+    """Lower every linear layer of the module ``name``; returns those that stay as they are."""
+    stay = []
     norms: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for linear in linears(graph):
         if not linear.is_traced:
             continue
         if linear.scheme.lowered is None:
-            stay.append((linear.node.name, f"no op of {linear.scheme.name} weights takes in the nodes around it"))
+            reason = f"no op of {linear.scheme.name} weights takes in the nodes around it"
+            stay.append(NearMiss(f"{name}.{linear.node.name}", reason))
             continue
         joined = _Joined(linear.node, linear.x)
         taken = _take_norm(joined, norms), _take_activation(joined), _take_residual(joined)
         parts = [part for part in taken if part]
         if any(weight_name(tensor) is None for tensor in linear.weight):  # computed in the step, such as a cast one
             joined.options["constant_weight"] = False
-        with graph.inserting_before(joined.end):
-            given = (joined.x, *linear.weight, linear.bias, joined.residual, joined.sum_sq)
-            new = graph.create_node("call_function", linear.scheme.lowered, given, joined.options, name="linear")
-        replace(graph, joined.end, new)
+        given = (joined.x, *linear.weight, linear.bias, joined.residual, joined.sum_sq)
+        replace_by(joined.end, linear.scheme.lowered, given, joined.options, "linear")
         chosen[" + ".join(["linear", *parts])] += 1
     return stay
 
@@ -201,7 +205,7 @@ def _take_norm(linear: _Joined, parts: dict[fx.Node, tuple[fx.Node, fx.Node]]) -
     """Join the norm before the linear, if only linears read it. ``parts`` collects the parts of norms found so far."""
     norm = producer(linear.x, RMS_NORM)
     # In float16 the product of weight and input could overflow, because the scale comes only afterwards.
-    if norm is None or norm.args[1] is None or dtype_of(norm) == torch.float16:
+    if norm is None or arguments(norm)["weight"] is None or dtype_of(norm) == torch.float16:
         return None
     if not all(_scales(describe(user), norm) for user in norm.users):
         return None
@@ -221,34 +225,26 @@ def _scales(linear: Linear | None, norm: fx.Node) -> bool:
 
 def _norm_parts(norm: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Insert the two parts of ``norm`` before it: its input times its weight, and the sums of squares of its input."""
-    graph = norm.graph
-    with graph.inserting_before(norm):
-        options = {"norm_offset": norm.kwargs["offset"]}
-        parts = graph.create_node("call_function", NORM_PARTS, norm.args, options, name="norm_parts")
-        weighted, sum_sq = (graph.call_function(operator.getitem, (parts, i)) for i in range(2))
+    parts = insert(norm, NORM_PARTS, norm.args, {"norm_offset": norm.kwargs["offset"]}, "norm_parts")
+    weighted, sum_sq = items(norm, parts, 2)
     return keep_meta(weighted, norm), sum_sq
 
 
-def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
+def _join_norms(graph: fx.Graph, chosen: Counter[str]) -> None:
     """Let a linear compute the parts of the norm that reads its output, wherever a linear produces that input."""
-    graph = module.graph
     for parts in list(calls(graph, NORM_PARTS)):
-        x: Any = parts.args[0]
+        x, weight = (arguments(parts)[name] for name in ("x", "norm_weight"))
         linear = describe(x)
         if linear is None or linear.node.target is not linear.scheme.lowered or linear.scheme.with_norm is None:
             chosen["norm apart"] += 1
             continue
-        with graph.inserting_before(x):
-            read: Any = parts.args[1]
-            weight = keep_meta(graph.get_attr(str(read.target)), read)  # the norm's own node may come later
-            behind = (linear.bias, linear.epilogue["residual"], linear.epilogue["sum_sq"])
-            given = (linear.x, *linear.weight, weight, *behind)
-            options = {**x.kwargs, **parts.kwargs}
-            joined = graph.create_node("call_function", linear.scheme.with_norm, given, options, name="linear_norm")
-            out, weighted, sum_sq = (graph.call_function(operator.getitem, (joined, i)) for i in range(3))
-        replace(graph, x, out)
+        behind = (linear.bias, linear.epilogue["residual"], linear.epilogue["sum_sq"])
+        given = (linear.x, *linear.weight, insert_weight(x, weight), *behind)
+        joined = insert(x, linear.scheme.with_norm, given, {**x.kwargs, **parts.kwargs}, "linear_norm")
+        out, weighted, sum_sq = items(x, joined, 3)
+        replace(x, out)
         for user in list(parts.users):
-            replace(graph, user, sum_sq if user.args[1] else weighted)
+            replace(user, sum_sq if user.args[1] else weighted)
         chosen["norm joined to the linear before"] += 1
 
 
@@ -268,20 +264,15 @@ def _take_activation(linear: _Joined) -> str | None:
 
 def _take_gate(linear: _Joined, split: fx.Node) -> str | None:
     parts = {user.args[1]: user for user in split.users if user.target is operator.getitem}
-    sizes, dim = split.args[1], arguments(split)["dim"]
-    if split.target is aten.chunk.default:
-        width = linear.end.meta["val"].shape[-1]
-        sizes = [width // 2] * 2 if sizes == 2 and width % 2 == 0 else None
-    if dim not in (-1, linear.end.meta["val"].dim() - 1):
+    whole = linear.end.meta["val"]
+    if set(parts) != {0, 1} or arguments(split)["dim"] not in (-1, whole.dim() - 1):
         return None
-    if set(parts) != {0, 1} or not isinstance(sizes, list | tuple) or len(sizes) != 2 or sizes[0] != sizes[1]:
+    if any(2 * part.meta["val"].shape[-1] != whole.shape[-1] for part in parts.values()):
         return None
     act = only_user(parts[0])
     name = None if act is None else _activation(act)
-    product = None if act is None else only_user(act)
-    if name is None or product is None or product is not only_user(parts[1]) or product.target is not aten.mul.Tensor:
-        return None
-    if f"{name}_mul" not in ACTIVATIONS:
+    product = None if act is None else producer(only_user(act), aten.mul.Tensor)
+    if product is None or product is not only_user(parts[1]) or f"{name}_mul" not in ACTIVATIONS:
         return None
     linear.end = product
     linear.options["activation"] = f"{name}_mul"
@@ -296,56 +287,49 @@ def _activation(node: fx.Node) -> str | None:
 
 def _take_residual(linear: _Joined) -> str | None:
     """Join the addition that follows, if it adds a tensor of the same shape and dtype."""
-    add = only_user(linear.end)
-    if add is None or add.target is not aten.add.Tensor or add.kwargs or len(add.args) != 2:
+    add = producer(only_user(linear.end), aten.add.Tensor)
+    if add is None:
         return None
-    other = add.args[1] if add.args[0] is linear.end else add.args[0]
-    mine = linear.end.meta.get("val")
-    theirs = other.meta.get("val") if isinstance(other, fx.Node) else None
-    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor) or other is linear.end:
-        return None
-    if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+    other: Any = add.args[1] if add.args[0] is linear.end else add.args[0]
+    if other is linear.end or not _alike(value_of(linear.end), value_of(other)):
         return None
     linear.end, linear.residual = add, other
     return "residual"
 
 
-def _pair_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two values are known, and of one shape and dtype."""
+    return a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _pair_norms(graph: fx.Graph, chosen: Counter[str]) -> None:
     """Make one op of ``cat([rms_norm(x), rms_norm(y)], -1)``, and of the embedding ``x`` if only the norm reads it."""
-    graph = module.graph
     for node in list(calls(graph, aten.cat.default)):
         parts: Any = node.args[0]
         norms = [part for part in parts if producer(part, RMS_NORM) and only_user(part) is node]
-        value = node.meta.get("val")
         if len(parts) != 2 or len(norms) != 2:
             continue
         (x, x_weight), (y, y_weight) = (norm.args for norm in norms)
-        shapes = [norm.meta["val"].shape if "val" in norm.meta else None for norm in norms]
-        last = isinstance(value, Tensor) and node.args[1:] in ((-1,), (value.dim() - 1,))
-        if not last or shapes[0] is None or shapes[0] != shapes[1] or dtype_of(norms[0]) != dtype_of(norms[1]):
+        value, *values = map(value_of, (node, *norms))
+        if value is None or node.args[1:] not in ((-1,), (value.dim() - 1,)) or not _alike(*values):
             continue
         options = {f"{name}_{option}": norm.kwargs[option] for name, norm in zip("xy", norms, strict=True)
                    for option in ("eps", "offset")}  # fmt: skip
         given, embedding = [x, y, x_weight, y_weight], producer(x, aten.embedding.default)
         if embedding is not None and only_user(embedding) is norms[0]:
             given = [embedding.args[0], y, x_weight, y_weight, embedding.args[1]]
-        with graph.inserting_before(node):
-            new = graph.create_node("call_function", PAIR, tuple(given), options, name="norms")
-        replace(graph, node, new)
+        replace_by(node, PAIR, given, options, "norms")
         chosen["rms_norm_pair"] += 1
 
 
-def _lower_copies(module: fx.GraphModule, chosen: Counter[str]) -> None:
+def _lower_copies(graph: fx.Graph, chosen: Counter[str]) -> None:
     """Look tokens up, and put rows side by side, by kernels whose end the layer behind need not await."""
-    graph = module.graph
     for node in list(calls(graph, aten.embedding.default)):
-        with graph.inserting_before(node):
-            replace(graph, node, graph.create_node("call_function", EMBEDDING, node.args[:2], name="embedding"))
+        replace_by(node, EMBEDDING, node.args[:2], name="embedding")
         chosen["embedding"] += 1
     for node in list(calls(graph, aten.cat.default)):
         if _side_by_side(node):
-            with graph.inserting_before(node):
-                replace(graph, node, graph.create_node("call_function", CONCAT, node.args[:1], name="concat"))
+            replace_by(node, CONCAT, node.args[:1], name="concat")
             chosen["concat"] += 1
 
 
@@ -354,24 +338,15 @@ def _side_by_side(cat: fx.Node) -> bool:
 
     Halves of heads, which lie apart in memory, are left to PyTorch.
     """
-    value, parts = cat.meta.get("val"), cat.args[0]
-    if not isinstance(value, Tensor) or value.dim() != 3 or not is_float(cat) or cat.args[1:] not in ((-1,), (2,)):
+    value, parts = value_of(cat), cat.args[0]
+    if value is None or value.dim() != 3 or not is_float(cat) or cat.args[1:] not in ((-1,), (2,)):
         return False
     return len({dtype_of(part) for part in parts}) == 1  # type: ignore[union-attr]
 
 
-def _check_rows(name: str, module: fx.GraphModule) -> None:
-    """Refuse a module with a floating-point node whose rows may depend on the number of rows."""
-    for node in _row_dependent(module):
-        raise PassError(
-            f"lower_kernels: {name}.{node.name} ({node.target}) may give a row other bits when the number of rows "
-            "changes, which numerics=bitwise rules out; compile with numerics=fast, which leaves it to PyTorch."
-        )
-
-
-def _row_dependent(module: fx.GraphModule) -> Iterator[fx.Node]:
+def _row_dependent(graph: fx.Graph) -> Iterator[fx.Node]:
     """The floating-point nodes whose rows may depend on the number of rows."""
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if node.op != "call_function" or not is_float(node) or _row_wise(node.target):
             continue
         if not all(map(_row_wise, dispatched(node))):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from specgraph.ir.graphs import get_attribute, set_attribute
 from specgraph.ir.linear import Linear, describe, linears
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
-from specgraph.passes.common.patterns import aten, weight_name
+from specgraph.passes.common.patterns import aten, erase_unused, insert, items, value_of, weight_name
 
 ELSEWHERE = "a weight is read elsewhere, too"
 """Why linear layers are not merged whose weights other nodes read."""
@@ -148,28 +147,21 @@ def _refusal(module: fx.GraphModule, group: list[Linear], readers: dict[int, Cou
 
 
 def _merge(module: fx.GraphModule, group: list[Linear]) -> None:
-    graph, nodes = module.graph, [linear.node for linear in group]
-    first, kinds = nodes[0], zip(*(linear.constants for linear in group), strict=True)
+    first, kinds = group[0].node, zip(*(linear.constants for linear in group), strict=True)
     sizes = [linear.tensors(module)[0].shape[0] for linear in group]
-    with graph.inserting_before(first):
+    with module.graph.inserting_before(first):
         constants = [_merged_attribute(module, [str(node.target) for node in kind]) for kind in kinds]
-        given = (group[0].x, *constants)
-        merged = graph.create_node("call_function", group[0].scheme.traced, given, {}, name="merged")
-        parts = graph.call_function(aten.split_with_sizes.default, (merged, sizes, -1))
-        outputs = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
-    for node, output in zip(nodes, outputs, strict=True):
-        output.meta.update(node.meta)
-        output.meta.pop("pass_name", None)
-        node.replace_all_uses_with(output)
-        _reshape_views(output)
-    value = first.meta.get("val")
-    if isinstance(value, Tensor):
+    merged = insert(first, group[0].scheme.traced, (group[0].x, *constants), name="merged")
+    value = value_of(first)
+    if value is not None:
         merged.meta["val"] = value.new_empty(*value.shape[:-1], sum(sizes))
-    for linear in group:
-        graph.erase_node(linear.node)
-        for parameter in linear.constants:
-            if not parameter.users:
-                graph.erase_node(parameter)
+    outputs = items(first, insert(first, aten.split_with_sizes.default, (merged, sizes, -1)), len(group))
+    for linear, output in zip(group, outputs, strict=True):
+        output.meta.update(linear.node.meta)
+        output.meta.pop("pass_name", None)
+        linear.node.replace_all_uses_with(output)
+        _reshape_views(output)
+        erase_unused(linear.node)
 
 
 def _reshape_views(part: fx.Node) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 import specgraph.kernels.linear.gated_norm  # noqa: F401  (registers the op)
 from specgraph.ir.graphs import calls
@@ -21,8 +21,9 @@ from specgraph.passes.common.patterns import (
     dtype_of,
     only_user,
     producer,
-    replace,
+    replace_by,
     same_sizes,
+    value_of,
 )
 
 RMS_NORM = torch.ops.specgraph.rms_norm.default
@@ -31,25 +32,21 @@ _ACTIVATIONS: dict[Any, str] = {aten.silu.default: "silu", aten.sigmoid.default:
 _COPIES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default)
 
 
-def gate_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
+def gate_norms(graph: fx.Graph, chosen: Counter[str]) -> None:
     """Join the norms of one graph with their gates, and count them in ``chosen``."""
-    graph = module.graph
     for norm in list(calls(graph, RMS_NORM)):
         found = _gated(norm)
-        if found is None:
-            continue
-        end, gate, activation = found
-        with graph.inserting_before(end):
+        if found is not None:
+            end, gate, activation = found
             options = {**norm.kwargs, "activation": activation}
-            joined = graph.create_node("call_function", GATED, (*norm.args, gate), options, name="gated_rms_norm")
-        replace(graph, end, joined)
-        chosen["gated_rms_norm"] += 1
+            replace_by(end, GATED, (*norm.args, gate), options, "gated_rms_norm")
+            chosen["gated_rms_norm"] += 1
 
 
 def _gated(norm: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
     """The last node of a gated norm, its gate, and the function of the gate; None if the norm is not gated."""
-    value, product = norm.meta.get("val"), _user(norm)
-    if not isinstance(value, Tensor) or product is None or product.target is not aten.mul.Tensor:
+    value, product = value_of(norm), producer(_user(norm), aten.mul.Tensor)
+    if value is None or product is None:
         return None
     opened = [arg for arg in product.args if isinstance(arg, fx.Node) and before_cast(arg) is not norm]
     function = producer(opened[0], *_ACTIVATIONS) if len(opened) == 1 else None
@@ -74,9 +71,9 @@ def _copied(gate: fx.Node) -> fx.Node:
     """What ``gate`` is a view or a copy of, as long as its rows stay as wide, and so in the same order."""
     width: Any = gate.meta["val"].shape[-1:]
     while gate.target in _COPIES:
-        source = gate.args[0]
-        value = source.meta.get("val") if isinstance(source, fx.Node) else None
-        if not isinstance(source, fx.Node) or not isinstance(value, Tensor) or not same_sizes(value.shape[-1:], width):
+        source: Any = gate.args[0]
+        value = value_of(source)
+        if value is None or not same_sizes(value.shape[-1:], width):
             break
         gate = source
     return gate

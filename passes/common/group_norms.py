@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 import specgraph.kernels.linear.head_norms  # noqa: F401  (registers the op)
-from specgraph.ir.graphs import calls
-from specgraph.passes.common.patterns import keep_meta
+from specgraph.ir.graphs import arguments, calls
+from specgraph.passes.common.patterns import insert, insert_weight, items, keep_meta, value_of
 
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 RMS_NORMS = torch.ops.specgraph.rms_norms.default
@@ -27,22 +27,21 @@ MOST = 16
 """The most norms of one launch. Its kernel has a branch for each."""
 
 
-def group_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
+def group_norms(graph: fx.Graph, chosen: Counter[str]) -> None:
     """Join the norms of heads of one graph, and count them in ``chosen``."""
-    for group in list(_groups(module.graph)):
+    for group in list(_groups(graph)):
         if len(group) > 1:
-            _join(module.graph, group)
+            _join(group)
             chosen["rms_norms"] += 1
 
 
 def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """The norms of heads in the order of the graph, those that can be computed together in one list."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
     group: list[fx.Node] = []
     for node in calls(graph, RMS_NORM):
         if not _of_heads(node):
             continue
-        if group and not (len(group) < MOST and _alike(group[0], node) and _together([*group, node], order)):
+        if group and not (len(group) < MOST and _alike(group[0], node) and _together([*group, node])):
             yield group
             group = []
         group.append(node)
@@ -50,8 +49,8 @@ def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _of_heads(norm: fx.Node) -> bool:
-    value = norm.meta.get("val")
-    return isinstance(value, Tensor) and value.dim() == 4 and norm.args[1] is not None
+    value = value_of(norm)
+    return value is not None and value.dim() == 4 and arguments(norm)["weight"] is not None
 
 
 def _alike(norm: fx.Node, other: fx.Node) -> bool:
@@ -61,17 +60,15 @@ def _alike(norm: fx.Node, other: fx.Node) -> bool:
     return bool(same and norm.kwargs == other.kwargs)
 
 
-def _together(norms: list[fx.Node], order: dict[fx.Node, int]) -> bool:
-    ready = max(order[_source(norm.args[0], order)] for norm in norms)
+def _together(norms: list[fx.Node]) -> bool:
+    ready = max(_source(norm.args[0]) for norm in norms)
     readers = set[fx.Node]().union(*map(_readers, norms))
-    return readers.isdisjoint(norms) and all(ready < order[reader] for reader in readers)
+    return readers.isdisjoint(norms) and all(ready < reader for reader in readers)
 
 
-def _source(value: Any, order: dict[fx.Node, int]) -> fx.Node:
+def _source(value: Any) -> fx.Node:
     """The last node that computes something for ``value``, behind the views that it may be."""
-    if not _is_view(value):
-        return value  # type: ignore[no-any-return]
-    return max((_source(node, order) for node in value.all_input_nodes), key=order.__getitem__)
+    return max(map(_source, value.all_input_nodes)) if _is_view(value) else value
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
@@ -93,29 +90,20 @@ def _views_behind(node: fx.Node) -> set[fx.Node]:
     return {*views}.union(*map(_views_behind, views))
 
 
-def _join(graph: fx.Graph, norms: list[fx.Node]) -> None:
+def _join(norms: list[fx.Node]) -> None:
     """Put one node behind the last of the sources. Views that it reads go in front of it, and others behind it."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    place = max((_source(norm.args[0], order) for norm in norms), key=order.__getitem__).next
-    for view in sorted(set[fx.Node]().union(*(_views_before(norm.args[0]) for norm in norms)), key=order.__getitem__):
+    place = max(_source(norm.args[0]) for norm in norms).next
+    for view in sorted(set[fx.Node]().union(*(_views_before(norm.args[0]) for norm in norms))):
         if view is place:
             place = place.next
-        elif order[view] > order[place]:
+        elif view > place:
             place.prepend(view)
-    early = [view for norm in norms for view in _views_behind(norm) if order[view] < order[place]]
-    results = _insert(graph, place, norms)
+    early = [view for norm in norms for view in _views_behind(norm) if view < place]
+    weights = [insert_weight(place, norm.args[1]) for norm in norms]  # type: ignore[arg-type]
+    given = [norm.args[0] for norm in norms], weights
+    results = items(place, insert(place, RMS_NORMS, given, norms[0].kwargs, "rms_norms"), len(norms))
     for norm, result in zip(norms, results, strict=True):
         norm.replace_all_uses_with(keep_meta(result, norm))
-        graph.erase_node(norm)
-    for view in sorted(early, key=order.__getitem__, reverse=True):
+        norm.graph.erase_node(norm)
+    for view in sorted(early, reverse=True):
         results[-1].append(view)
-
-
-def _insert(graph: fx.Graph, place: fx.Node, norms: list[fx.Node]) -> list[fx.Node]:
-    """Insert the joined norm in front of ``place``, and return its results."""
-    with graph.inserting_before(place):
-        read: list[Any] = [norm.args[1] for norm in norms]
-        weights = [keep_meta(graph.get_attr(str(weight.target)), weight) for weight in read]
-        arguments = [norm.args[0] for norm in norms], weights
-        joined = graph.create_node("call_function", RMS_NORMS, arguments, dict(norms[0].kwargs), name="rms_norms")
-        return [graph.call_function(operator.getitem, (joined, index)) for index in range(len(norms))]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from specgraph.ir.graphs import new_module
 from specgraph.ir.program import Program
-from specgraph.kernels.state import Buffer
+from specgraph.kernels.state import Buffer, Recurrent, Stateful
+from specgraph.passes.common.patterns import insert, value_of
 
 
 def add_inputs(graph: fx.Graph, shared: Mapping[str, Buffer], own: str) -> dict[str, fx.Node]:
@@ -28,18 +30,28 @@ def add_inputs(graph: fx.Graph, shared: Mapping[str, Buffer], own: str) -> dict[
     return inputs
 
 
-def operands(node: fx.Node) -> list[Tensor]:
-    """The tensors that an op is given, as tracing found them."""
-    values = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
-    return [value for value in values if isinstance(value, Tensor)]
+def give_state(
+    nodes: Sequence[fx.Node], forms: Mapping[Any, Stateful | Recurrent], state: fx.Node, buffers: list[Buffer],
+    size: int, places: Any,
+) -> None:  # fmt: skip
+    """Put the forms with state of ``nodes`` in their places.
 
-
-def take_buffers(graph: fx.Graph, state: fx.Node, first: int, names: Sequence[str], layer: int) -> list[fx.Node]:
-    """The buffers of one op from number ``first`` of the tuple ``state`` on, where the graph inserts."""
-    buffers = [graph.call_function(operator.getitem, (state, first + i)) for i in range(len(names))]
-    for buffer, name in zip(buffers, names, strict=True):
-        buffer.name = f"{name}_{layer}"
-    return buffers
+    What they keep is appended to ``buffers``, which describe the input ``state``. ``size`` and ``places`` are what a
+    form asks for besides: the tokens per page and the nodes of the rows, or the rows that may be taken back and the
+    node of the span.
+    """
+    for layer, node in enumerate(nodes):
+        form = forms[node.target]
+        values = [value for value in map(value_of, node.args) if value is not None]
+        own = [insert(node, operator.getitem, (state, len(buffers) + i)) for i in range(len(form.names))]
+        for buffer, name in zip(own, form.names, strict=True):
+            buffer.name = f"{name}_{layer}"
+        new = insert(node, form.op, form.arguments(node.args, own, places), node.kwargs)
+        buffers += form.buffers(values, size)
+        # A hidden state may be this very node; what a later pass reads from it must survive.
+        new.meta.update({key: node.meta[key] for key in ("hidden_state",) if key in node.meta})
+        node.replace_all_uses_with(new)
+        node.graph.erase_node(node)
 
 
 def bind_target(program: Program) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ class Mismatch(Exception):
     """Raised where a candidate does not match a pattern. Its text becomes the reason of a near miss."""
 
 
-def rewrite(program: Program, target: object, fuse: Callable[[fx.Graph, fx.Node], None]) -> PassResult:
+def rewrite(program: Program, target: object, fuse: Callable[[fx.Node], None]) -> PassResult:
     """Call ``fuse`` on every node of the modules that calls ``target``.
 
     ``fuse`` raises :class:`Mismatch` before it has changed anything, and the reason becomes a near miss.
@@ -41,7 +42,7 @@ def rewrite(program: Program, target: object, fuse: Callable[[fx.Graph, fx.Node]
     for name, module in program.modules.where(lambda graph: any(calls(graph, target))):
         for node in list(calls(module.graph, target)):
             try:
-                fuse(module.graph, node)
+                fuse(node)
                 matches += 1
             except Mismatch as reason:
                 misses.append(NearMiss(f"{name}.{node.name}", str(reason)))
@@ -121,13 +122,19 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def dtype_of(node: Any) -> torch.dtype | None:
-    """The dtype that tracing noted for ``node``.
+def value_of(node: Any) -> Tensor | None:
+    """The tensor that tracing noted for ``node``.
 
     None for a node that a pass has made, unless :func:`keep_meta` gave it what tracing noted for another node.
     """
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value.dtype if isinstance(value, Tensor) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def dtype_of(node: Any) -> torch.dtype | None:
+    """The dtype of :func:`value_of`, if that is known."""
+    value = value_of(node)
+    return None if value is None else value.dtype
 
 
 def same_sizes(shape: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -148,17 +155,39 @@ def keep_meta(new: fx.Node, old: fx.Node) -> fx.Node:
     return new
 
 
-def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+def insert(before: fx.Node, op: Any, args: Sequence[Any], options: Any = None, name: str | None = None) -> fx.Node:
+    """A call of ``op`` in front of the node ``before``."""
+    with before.graph.inserting_before(before):
+        return before.graph.create_node("call_function", op, tuple(args), options, name=name)
+
+
+def insert_weight(before: fx.Node, read: fx.Node) -> fx.Node:
+    """A node in front of ``before`` that reads the same weight as the node ``read``, which may come later."""
+    with before.graph.inserting_before(before):
+        return keep_meta(before.graph.get_attr(str(read.target)), read)
+
+
+def items(before: fx.Node, several: fx.Node, count: int) -> list[fx.Node]:
+    """The first ``count`` results of the node ``several``, in front of the node ``before``."""
+    return [insert(before, operator.getitem, (several, index)) for index in range(count)]
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
     """Let everything that reads ``old`` read ``new``, and erase the nodes that nothing reads any more."""
     old.replace_all_uses_with(keep_meta(new, old))
-    erase_unused(graph, old)
+    erase_unused(old)
 
 
-def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+def replace_by(old: fx.Node, op: Any, args: Sequence[Any], options: Any = None, name: str | None = None) -> None:
+    """Put a call of ``op`` in the place of a node."""
+    replace(old, insert(old, op, args, options, name))
+
+
+def erase_unused(node: fx.Node) -> None:
     """Erase ``node`` if nothing reads it, and then the inputs that only it read. Nodes that write are kept."""
     if node._erased or node.users or node.op in ("placeholder", "output") or node.is_impure():
         return
     inputs = node.all_input_nodes
-    graph.erase_node(node)
+    node.graph.erase_node(node)
     for value in inputs:
-        erase_unused(graph, value)
+        erase_unused(value)

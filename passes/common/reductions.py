@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 import specgraph.kernels.linear.norm  # noqa: F401  (registers ops)
+from specgraph.ir.graphs import arguments
 from specgraph.passes.common.patterns import aten, is_float, replace
 
 Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
@@ -23,9 +24,8 @@ MAX_TERMS = 32
 """Sums of at most this many terms are written out as additions."""
 
 
-def lower_reductions(module: fx.GraphModule, rules: Mapping[Any, Rule], chosen: Counter[str]) -> None:
+def lower_reductions(graph: fx.Graph, rules: Mapping[Any, Rule], chosen: Counter[str]) -> None:
     """Rewrite every floating-point node that a rule covers; ``chosen`` counts the rewrites by the rule's name."""
-    graph = module.graph
     for node in list(graph.nodes):
         rule = rules.get(node.target)
         if rule is None or node.kwargs or not is_float(node) or not all(map(is_float, node.all_input_nodes)):
@@ -33,31 +33,29 @@ def lower_reductions(module: fx.GraphModule, rules: Mapping[Any, Rule], chosen: 
         with graph.inserting_before(node):
             new = rule(graph, node)
         if new is not None:
-            replace(graph, node, new)
+            replace(node, new)
             chosen[rule.__name__.strip("_")] += 1
 
 
 def _mean(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    arguments: Any = node.args
-    x, dims, *keep = arguments
-    last = x.meta["val"].dim() - 1
-    if dims not in ([-1], [last]) or keep[:1] != [True]:
+    given = arguments(node)
+    x = given["self"]
+    if given["dim"] not in ([-1], [x.meta["val"].dim() - 1]) or not given["keepdim"]:
         return None
     return graph.call_function(torch.ops.specgraph.row_mean.default, (x,))
 
 
 def _layer_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    arguments: Any = node.args
-    x, shape, *rest = arguments
-    weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
-    if len(shape) != 1:
+    given = arguments(node)
+    if len(given["normalized_shape"]) != 1:
         return None
-    return graph.call_function(torch.ops.specgraph.layer_norm.default, (x, weight, bias), {"eps": eps})
+    operands = given["input"], given["weight"], given["bias"]
+    return graph.call_function(torch.ops.specgraph.layer_norm.default, operands, {"eps": given["eps"]})
 
 
 def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    arguments: Any = node.args
-    x, dims, *keep = arguments
+    given = arguments(node)
+    x, dims = given["self"], given["dim"]
     terms = x.meta["val"].shape[dims[0]] if len(dims) == 1 else None
     if not isinstance(terms, int) or terms > MAX_TERMS:
         return None
@@ -68,13 +66,12 @@ def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     for term in others:
         total = graph.call_function(aten.add.Tensor, (total, term))
     total = total if wide == dtype else graph.call_function(aten.to.dtype, (total, dtype))
-    return graph.call_function(aten.unsqueeze.default, (total, dims[0])) if keep[:1] == [True] else total
+    return graph.call_function(aten.unsqueeze.default, (total, dims[0])) if given["keepdim"] else total
 
 
 def _outer(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """A matrix product whose sum has one term; rotary embeddings compute the angles of all positions in this way."""
-    arguments: Any = node.args
-    a, b = arguments
+    a, b = arguments(node).values()
     if min(a.meta["val"].dim(), b.meta["val"].dim()) < 2 or a.meta["val"].shape[-1] != 1:
         return None
     return graph.call_function(aten.mul.Tensor, (a, b))
