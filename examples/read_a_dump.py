@@ -21,7 +21,7 @@ def main() -> None:
         folder = decoder.dump(Path(temporary) / "graphs")
         for path in sorted(folder.rglob("*.py")):
             print(path.relative_to(folder), len(path.read_text().splitlines()), "lines")
-        stage = next(folder.glob("*_fuse_verify"))
+        stage = next(folder.glob("*_insert_verify"))
         print((stage / "step.py").read_text())
 
         # A dumped stage runs: two sequences of one token each, one step.

@@ -21,14 +21,15 @@ import torch
 from torch import fx
 
 from specgraph.drafters.lookup import HISTORY
-from specgraph.ir.graphs import calls, written_by
+from specgraph.ir.graphs import arguments, calls, written_by
 from specgraph.ir.program import Program
-from specgraph.kernels import step, verify
+from specgraph.kernels import step
 from specgraph.kernels.processors import PROCESSORS
 from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.common.patterns import insert
+from specgraph.passes.insert_verify import VERIFY
 
-VERIFY = torch.ops.specgraph.verify.default
 OPTIONS: dict[str, Buffer] = {
     "repetition_penalty": Buffer(("B",), torch.float32, 1.0),
     "frequency_penalty": Buffer(("B",), torch.float32),
@@ -62,10 +63,8 @@ class InsertProcessors(Pass):
         state = {name: program.placeholder(name, buffer) for name, buffer in STATE.items()}
         state |= {name: program.input(name) for name in ("window", "start", "num_forced", "max_length")}
         for op in PROCESSORS:
-            with program.graph.inserting_before(first_of(program, readers)):
-                given = {name: changed if name == "logits" else state[name] for name in parameters(op)}
-                changed = program.graph.call_function(op, tuple(given.values()))
-            changed.name = f"after_{op._opname}"
+            given = [changed if name == "logits" else state[name] for name in parameters(op)]
+            changed = insert(min(readers), op, given, name=f"after_{op._opname}")
         for reader in readers:
             read_changed(reader, logits, changed)
         if not recorded:
@@ -78,16 +77,8 @@ def parameters(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
-def first_of(program: Program, nodes: list[fx.Node]) -> fx.Node:
-    """The one of ``nodes`` that runs first."""
-    order = {node: index for index, node in enumerate(program.graph.nodes)}
-    return min(nodes, key=order.__getitem__)
-
-
 def read_changed(reader: fx.Node, logits: fx.Node, changed: fx.Node) -> None:
     """Let a node read the changed logits in the place of ``logits``, but for raw log-probabilities."""
-    if reader.target is verify.token_logprobs:
-        return
     reader.replace_input_with(logits, changed)
     if reader.target is VERIFY:
         reader.kwargs = {**reader.kwargs, "raw_logits": reader.kwargs.get("raw_logits", logits)}
@@ -96,12 +87,9 @@ def read_changed(reader: fx.Node, logits: fx.Node, changed: fx.Node) -> None:
 def _record(program: Program, state: dict[str, Any]) -> None:
     """Keep the tokens of every sequence, where no drafter does so."""
     (advance,) = calls(program.graph, step.advance_)
-    with program.graph.inserting_before(advance):
-        program.graph.call_function(
-            step.record_accepted_,
-            (state["history"], state["window"], program.one("emitted"), state["start"], program.one("num_emitted"),
-             state[ROWS]),
-        ).name = "recorded"  # fmt: skip
+    accepted = program.one("emitted"), state["start"], program.one("num_emitted")
+    given = state["history"], state["window"], *accepted, state[ROWS]
+    insert(advance, step.record_accepted_, given, name="recorded")
 
 
 def kept_for_processors(program: Program) -> bool:
@@ -116,7 +104,4 @@ def kept_for_processors(program: Program) -> bool:
 def removable(node: fx.Node) -> bool:
     """Whether a processor has no option of a request left, so that it gives its logits as they are."""
     options = PROCESSORS.get(node.target)
-    if options is None:
-        return False
-    given = dict(zip(parameters(node.target), node.args, strict=True))
-    return all(given[name] is None for name in options)
+    return options is not None and all(arguments(node)[name] is None for name in options)

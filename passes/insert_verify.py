@@ -1,7 +1,6 @@
-"""Builds verification out of visible nodes, and closes the loop: the step computes what it emits and moves its state.
+"""Inserts verification as one op, and closes the loop: the step computes what it emits and moves its state.
 
-``process_logits``, ``accept``, ``residual``, ``sample_next`` and ``emit`` are the pieces of ``verify_reference``; after
-this pass a researcher can change one of them. ``fuse_verify`` turns the five into one op.
+:mod:`specgraph.kernels.verify.verify` says what the op computes, and spells it as a composition of plain functions.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from specgraph.drafters.step import POINT_MASS, SAMPLING, VERIFIED, DraftStep
@@ -17,30 +17,16 @@ from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
-from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer
 from specgraph.passes.base import Pass, PassResult, check_option_rule
+from specgraph.passes.common.patterns import insert, items
 
-
-@dataclass
-class _Chain:
-    """Appends calls one behind the other, beginning behind ``last``."""
-
-    graph: fx.Graph
-    last: fx.Node
-
-    def call(self, function: Any, *args: Any, name: str, role: str | None = None, **kwargs: Any) -> fx.Node:
-        """One more call."""
-        with self.graph.inserting_after(self.last):
-            self.last = self.graph.call_function(function, args, kwargs)
-        self.last.name = name
-        self.last.meta.update({"role": role} if role is not None else {})
-        return self.last
+VERIFY = torch.ops.specgraph.verify.default
 
 
 @dataclass(frozen=True)
 class InsertVerify(Pass):
-    """Options: ``rule`` and the options of the rules, as ``verify_reference`` describes them."""
+    """Options: ``rule`` and the options of the rules, as :class:`~specgraph.kernels.verify.Verify` describes them."""
 
     rule: str = "strict"
     posterior_threshold: float = 0.09
@@ -65,11 +51,9 @@ class InsertVerify(Pass):
         logits = program.one("logits")
         self._select_rows(program, logits)
         drafts = program.with_role("drafts")
-        with program.graph.inserting_after(logits):
-            anchor = program.graph.call_function(step.draft_tokens, (program.input("window"),))
-            anchor.name = "drafts"
-        emitted, num_emitted = self._emitted(program)
-        self._verify(program, logits, anchor)
+        made = DraftStep(program, self.rule)
+        emitted, num_emitted = made.emitted, made.num_emitted  # a drafter has asked for them, unless it makes no drafts
+        self._verify(program, logits)
         self._advance(program, emitted, num_emitted, drafts)
         return PassResult(1, expected=1)
 
@@ -87,91 +71,59 @@ class InsertVerify(Pass):
         (hidden,) = logits.args
         num_forced = program.placeholder("num_forced", Buffer(("B",)))
         count = program.drafter.num_speculative_tokens + 1
-        with program.graph.inserting_before(logits):
-            needed = program.graph.call_function(step.needed_rows, (hidden, num_forced, count))
-        needed.name = "needed"
-        logits.args = (needed,)
+        logits.args = (insert(logits, step.needed_rows, (hidden, num_forced, count), name="needed"),)
 
-    def _verify(self, program: Program, logits: fx.Node, draft_tokens: fx.Node) -> None:
-        """The pieces of verification, one node after the other, behind the logits."""
-        state, positions = self._state(program), self._next_positions(program)
-        chain = _Chain(program.graph, draft_tokens)
-        rows = (state["num_rows"], state["num_forced"])
-        knobs = [state[name] for name in ("temperature", "top_k", "top_p", "min_p")]
-        processed = chain.call(process_logits, logits, *knobs, name="processed")
-        verified = self._accept(program, chain, processed, draft_tokens, state, positions)
-        tokens = chain.call(operator.getitem, verified, 0, name="tokens")
-        chain.call(verify.token_logprobs, logits, processed, tokens, state["num_forced"], name="logprobs",
-                   role="logprobs", logprobs="none")  # fmt: skip
-        chain.call(step.bad_rows, logits, program.input("window"), *rows, name="bad", role="bad")
+    def _verify(self, program: Program, logits: fx.Node) -> None:
+        """Verification behind the logits, which computes the input ``verified_tokens``."""
+        temperature, seeds, *cuts = (program.placeholder(name, buffer) for name, buffer in SAMPLING.items())
+        rows = [program.placeholder(name, Buffer(("B",))) for name in ("num_rows", "num_forced")]
+        positions, place = self._next_positions(program), logits.next
+        drafts = insert(place, step.draft_tokens, (program.input("window"),), name="drafts")
+        draft_logits, own, options = self._drawn_from(program)
+        given = (logits, drafts, draft_logits, temperature, seeds, positions, *cuts, *rows, own)
+        verification = insert(place, VERIFY, given, {**options, "logprobs": "none"}, "verification")
+        places = map(verify.Verified._fields.index, ("emitted", "logprobs", "bad"))
+        tokens, logprobs, bad = (insert(place, operator.getitem, (verification, index)) for index in places)
+        logprobs.name = logprobs.meta["role"] = "logprobs"
+        bad.name = bad.meta["role"] = "bad"
         program.input(VERIFIED).replace_all_uses_with(tokens)
         program.drop_input(VERIFIED)
         tokens.name = VERIFIED
 
     def _next_positions(self, program: Program) -> fx.Node:
         """The positions after those of the window's rows, from the launch that gives these."""
-        own, graph = program.one("positions"), program.graph
-        with graph.inserting_before(own):
-            both = graph.call_function(step.positions_and_next, own.args)
-            positions, following = (graph.call_function(operator.getitem, (both, index)) for index in range(2))
+        own = program.one("positions")
+        positions, following = items(own, insert(own, step.positions_and_next, own.args), 2)
         positions.meta["role"] = own.meta.pop("role")
         own.replace_all_uses_with(positions)
-        graph.erase_node(own)
+        program.graph.erase_node(own)
         positions.name, following.name = "positions", "next_positions"
         return following
 
-    def _state(self, program: Program) -> dict[str, fx.Node]:
-        """The state that verification reads, as inputs of the step."""
-        state = {name: program.placeholder(name, buffer) for name, buffer in SAMPLING.items()}
-        for name in ("num_rows", "num_forced"):
-            state[name] = program.placeholder(name, Buffer(("B",)))
-        return state
-
-    def _accept(
-        self, program: Program, chain: _Chain, processed: fx.Node, draft_tokens: fx.Node, state: dict[str, fx.Node],
-        positions: fx.Node,
-    ) -> fx.Node:  # fmt: skip
-        """How many drafts are accepted, and the token after them."""
-        draft_logits = self._draft_logits(program, chain)
-        drawn: dict[str, Any] = self._vocabulary(program) if draft_logits is not None else {}
-        if draft_logits is not None and POINT_MASS in program.inputs:
-            drawn |= {"point_mass": program.input(POINT_MASS)}
-        shared, rows = (draft_tokens, draft_logits), (state["num_rows"], state["num_forced"])
+    def _drawn_from(self, program: Program) -> tuple[fx.Node | None, fx.Node | None, dict[str, Any]]:
+        """What the drafts were drawn from, if a distribution is known, with their vocabulary, and the op's options."""
         options: dict[str, Any] = {
             "rule": self.rule,
             "posterior_threshold": self.posterior_threshold,
             "posterior_alpha": self.posterior_alpha,
             "acceptance_rate": self.acceptance_rate,
         }
-        accepted = chain.call(verify.accept, processed, *shared, state["seeds"], positions, *rows, name="num_accepted",
-                              **options, **drawn)  # fmt: skip
-        weights = chain.call(verify.residual, processed, *shared, accepted, *reversed(rows), name="weights",
-                             rule=self.rule, **drawn)  # fmt: skip
-        token = chain.call(verify.sample_next, weights, state["seeds"], positions, accepted, state["num_forced"],
-                           name="next_token", rule=self.rule)  # fmt: skip
-        return chain.call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
-
-    def _draft_logits(self, program: Program, chain: _Chain) -> fx.Node | None:
-        """What the drafts of these sequences were drawn from, if a distribution is known."""
         if "draft_logits" not in program.inputs:
-            return None
-        kept, rows = program.input("draft_logits"), program.placeholder(ROWS, ROW_INDEX)
-        return chain.call(step.select_state, kept, rows, name="drawn_from")
+            return None, None, options
+        if POINT_MASS in program.inputs:
+            options = {"point_mass": program.input(POINT_MASS), **options}
+        options["draft_rows"] = program.placeholder(ROWS, ROW_INDEX)
+        return program.input("draft_logits"), self._vocabulary(program), options
 
-    def _vocabulary(self, program: Program) -> dict[str, fx.Node]:
+    def _vocabulary(self, program: Program) -> fx.Node | None:
         """The draft id of every target id, where they differ: a constant, as a node in front of all others."""
         known = program.drafter.draft_to_target
         if known is None:
-            return {}
+            return None
         own = verify.invert_vocabulary(known, program.target.vocab_size)
         program.modules["target_to_draft"] = constant(own, "target_to_draft")
         with program.graph.inserting_before(program.one("positions")):
-            return {"target_to_draft": program.call("target_to_draft")}
-
-    def _emitted(self, program: Program) -> tuple[fx.Node, fx.Node]:
-        """The emitted tokens and their number, which a drafter has asked for unless it makes no drafts."""
-        step_graph = DraftStep(program, self.rule)
-        return step_graph.emitted, step_graph.num_emitted
+            return program.call("target_to_draft")
 
     def _advance(self, program: Program, emitted: fx.Node, num_emitted: fx.Node, drafts: list[fx.Node]) -> None:
         """Write the state back and return what the host reads."""

@@ -618,6 +618,6 @@ def drafting_config(
     """
     before = ["expose_features", "insert_kv_cache", "insert_draft", *["parallel_draft"] * parallel]
     planted = {"plant_bug": {"_target_": f"{bugs.__module__}.{bugs.__qualname__}", "bug": bug}} if bug else {}
-    order = [*before, *planted, "insert_verify", "fuse_verify"]
+    order = [*before, *planted, "insert_verify"]
     return {**CONFIG, "draft": draft, "verify": {"rule": rule}, "pipeline": {"order": order, "verify": False},
             "passes": planted}  # fmt: skip

@@ -83,7 +83,7 @@ COMMANDS = {
         "show in what nodes two stages or two dumps differ, and the first whose value differs",
         lambda: DiffConfig,
         "OLD NEW [graph=NAME] [numerics=true]",
-        ("graphs/07_insert_verify graphs/08_fuse_verify", "graphs other/graphs numerics=true"),
+        ("graphs/07_insert_verify graphs/08_insert_processors", "graphs other/graphs numerics=true"),
         ("old", "new"),
     ),
     "inspect": Command(

@@ -64,11 +64,10 @@ def check_levels(program: Program) -> None:
 
 def check_write_order(program: Program) -> None:
     """Check that nothing reads a state input after its last write, because FX itself keeps no order between the two."""
-    order = {node: index for index, node in enumerate(program.graph.nodes)}
     for function in FINAL_WRITES:
         for node in calls(program.graph, function):
             for written in _written(program, node):
-                late = [u for u in written.users if order[u] > order[node] and written not in _written(program, u)]
+                late = [u for u in written.users if u > node and written not in _written(program, u)]
                 # What a call has gathered and changed is scattered at its end.
                 late = [u for u in late if u.target is not scatter_state_]
                 if late:

@@ -17,12 +17,12 @@ def graphs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_stages_without_keys(graphs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = (str(next(graphs.glob(f"*_{name}"))) for name in ("insert_verify", "fuse_verify"))
+    old, new = (str(next(graphs.glob(f"*_{name}"))) for name in ("insert_verify", "insert_processors"))
     assert main(["diff", old, new, "numerics=true"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("insert_verify -> fuse_verify: step -") and "equal in every bit" in shown
+    assert shown.startswith("insert_verify -> insert_processors: step -") and "equal in every bit" in shown
     assert main(["diff", f"new={new}", f"old={old}", "graph=target"]) == 0
-    assert capsys.readouterr().out == "insert_verify -> fuse_verify: equal\n"
+    assert capsys.readouterr().out == "insert_verify -> insert_processors: equal\n"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from specgraph.passes import PASSES
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.compile_remainder import CompileRemainder
 from specgraph.passes.expose_features import ExposeFeatures
-from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_processors import InsertProcessors
@@ -69,7 +68,7 @@ def first(drafter: str = "none", k: int = 3, target: TracedModel | None = None) 
 
 def every_pass(rule: str = "strict") -> list[Pass]:
     """The default order."""
-    return [ExposeFeatures(), InsertKVCache(4), InsertDraft(rule), InsertVerify(rule), FuseVerify(), ShareWeights(),
+    return [ExposeFeatures(), InsertKVCache(4), InsertDraft(rule), InsertVerify(rule), ShareWeights(),
             CompileRemainder()]  # fmt: skip
 
 
@@ -195,7 +194,7 @@ def test_a_callback_that_raises_ends_the_pipeline():
     [
         ([InsertDraft()], "insert_draft needs 'kv_cache', .*: put insert_kv_cache before it in pipeline.order."),
         ([InsertKVCache(), InsertVerify()], "insert_verify needs 'draft', .*: put insert_draft before it"),
-        ([InsertKVCache(), InsertDraft(), FuseVerify()], "fuse_verify needs 'verify', .*: put insert_verify before it"),
+        ([InsertKVCache(), InsertDraft(), InsertProcessors()], "processors needs 'verify', .*: put insert_verify"),
         ([Needing()], "needing needs 'negated', which does not hold yet: no known pass establishes it."),
     ],
 )
@@ -220,7 +219,7 @@ def test_every_fact_is_required_by_a_pass_and_says_what_it_means():
 ORDER = load_config().pipeline.order
 TOO_LATE = [
     ("insert_kv_cache", "insert_draft"), ("insert_draft", "parallel_draft"), ("parallel_draft", "insert_verify"),
-    ("lookup_first", "insert_verify"), ("insert_verify", "fuse_verify"),
+    ("lookup_first", "insert_verify"), ("insert_verify", "insert_processors"),
     ("share_weights", "merge_linears"), ("fuse_norm", "lower_kernels"), ("merge_linears", "lower_kernels"),
     ("fuse_rotary_cache", "lower_kernels"), ("fuse_rotary_cache", "fuse_pointwise"),
     ("lower_kernels", "fuse_pointwise"), ("lower_kernels", "few_rows"), ("expose_features", "insert_draft"),
@@ -252,7 +251,7 @@ def test_a_reordered_pipeline_is_refused(late: str, other: str):
 )
 def test_passes_for_one_kind_of_request_are_in_order_too(passes: list[Pass], message: str):
     with pytest.raises(PassError, match=message):
-        run_passes(first("draft_model"), [*every_pass()[:5], *passes])
+        run_passes(first("draft_model"), [*every_pass()[:4], *passes])
 
 
 @pytest.mark.parametrize(

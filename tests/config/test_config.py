@@ -79,7 +79,7 @@ def test_keys_may_be_joined_by_dots() -> None:
     given = {"verify": "block", "draft.num_speculative_tokens": 7, "draft": {"kind": "eagle3"}, "cache.block_size": 8}
     assert load_config(given) == load_config(wanted)
     assert load_config({"draft": "eagle3", "draft.num_speculative_tokens": 7}).draft.num_speculative_tokens == 7
-    assert load_config({"passes.fuse_verify": {}}) == load_config({"passes": {"fuse_verify": {}}})
+    assert load_config({"passes.few_rows": {}}) == load_config({"passes": {"few_rows": {}}})
     assert given["draft"] == {"kind": "eagle3"}
 
 
@@ -162,10 +162,10 @@ MISTAKES: list[tuple[Any, str, str]] = [
     ({"draft": "ngrm"}, "draft=ngrm", "'ngram'"),
     ("stric", "'stric'", "'strict'"),
     (3, "mapping, a YAML path or a preset", "int"),
-    ({"pipeline": {"order": ["fuse_verfy"]}}, "'fuse_verfy'", "'fuse_verify'"),
+    ({"pipeline": {"order": ["insert_verfy"]}}, "'insert_verfy'", "'insert_verify'"),
     ({"passes": {"share_weight": {}}}, "'share_weight'", "'share_weights'"),
     ({"passes": {"lookup_first": {"matc": 1}}}, "matc'", "'passes.lookup_first.match'"),
-    ({"passes": {"fuse_verify": 4}}, "passes.fuse_verify", "group of options"),
+    ({"passes": {"few_rows": 4}}, "passes.few_rows", "group of options"),
     ({"passes": {"x": OWN}, "pipeline": {"order": ["x"]}}, "passes.x._target_", "not a specgraph Pass"),
     ({"passes": {"x": {"_target_": "nowhere.X"}}, "pipeline": {"order": ["x"]}}, "passes.x", "'nowhere.X'"),
     ({"passes": {"x": {"y": "${nope}"}}}, "passes.x.y", "'nope' not found"),

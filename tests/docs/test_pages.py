@@ -249,7 +249,7 @@ def test_every_block_of_a_page(page: Path, folder: Path) -> None:
         ("yaml", "# mine.yaml\ndraft:\n  kinds: ngram", "kinds"),
         ("yaml", "draft: ngram", "the first line names the file"),
         ("text", "hello", "neither the output of a block nor a picture"),
-        ("text", "insert_verify -> insert_draft -> fuse_verify", "not in the order of the pipeline"),
+        ("text", "insert_verify -> insert_draft -> share_weights", "not in the order of the pipeline"),
         ("{toctree}", "nowhere", "there is no page nowhere"),
         ("{eval-rst}", ".. autofunction:: specgraph.nothing", "has no attribute 'nothing'"),
         ("{figure}", "x.png", "no test knows the directive"),

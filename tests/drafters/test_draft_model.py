@@ -88,7 +88,7 @@ def decoder(
     name: str, k: int, rule: str = "strict", bug: str | None = None, max_length: int | None = None, block_size: int = 4
 ) -> SpeculativeDecoder:
     """A decoder by the name of its draft: a key of ``MODELS``, ``itself``, ``ngram`` or ``none``."""
-    order = ["insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify", "fuse_verify"]
+    order = ["insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify"]
     # Checking the graphs after every pass takes ten times as long as the passes; it has tests of its own.
     extra: dict[str, Any] = {"verify": {"rule": rule}, "pipeline": {"order": order, "verify": False}}
     extra |= {"max_length": max_length, "cache": {"prefill_chunk": 7, "block_size": block_size}}

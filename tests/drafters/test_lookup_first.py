@@ -70,7 +70,7 @@ def decoder(
     name: str, k: int, rule: str = "strict", first: str | None = "ngram", bug: str | None = None
 ) -> SpeculativeDecoder:
     draft, options = HEADS[name]
-    order = [*ORDER, *["plant_bug"] * (bug is not None), "insert_verify", "fuse_verify"]
+    order = [*ORDER, *["plant_bug"] * (bug is not None), "insert_verify"]
     config = {
         **CONFIG,
         "draft": {**options, "num_speculative_tokens": k, "first": first, "first_match": MATCH},
@@ -239,7 +239,7 @@ BATCH, DRAWS = 4096, 6
 
 def small(rule: str, bug: str | None = None, first: str | None = "ngram") -> SpeculativeDecoder:
     """A target of five tokens and a draft that likes what the target does not, so that rules have work to do."""
-    order = [*ORDER, *["plant_bug"] * (bug is not None), "insert_verify", "fuse_verify"]
+    order = [*ORDER, *["plant_bug"] * (bug is not None), "insert_verify"]
     draft = {"kind": "draft_model", "num_speculative_tokens": 2, "first": first, "first_match": 1}
     planted = {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if bug else {}
     extra = {"verify": {"rule": rule}, "pipeline": {"order": order}, "passes": planted, "max_batch_size": BATCH}

@@ -56,8 +56,8 @@ def decoder(
     count: int, k: int, options: MtpOptions = CHAINED, rule: str = "strict", bug: str | None = None,
     architecture: str = "llama", beyond: str = "continue",
 ) -> SpeculativeDecoder:  # fmt: skip
-    order = ["expose_features", "insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify",
-             "fuse_verify"]  # fmt: skip
+    planted = ["plant_bug"] * (bug is not None)
+    order = ["expose_features", "insert_kv_cache", "insert_draft", *planted, "insert_verify"]
     config = {
         **CONFIG,
         "draft": {"kind": "mtp", "num_speculative_tokens": k, "beyond": beyond},
@@ -256,5 +256,5 @@ def test_a_dump_runs_bit_for_bit_as_the_decoder(tmp_path: Path) -> None:
     tested = decoder(2, 3, CHAINED, "probabilistic")
     folder = tested.dump(tmp_path / "graphs")
     for index, (name, program) in enumerate(tested.stages.items()):
-        if name in ("insert_draft", "fuse_verify"):
+        if name in ("insert_draft", "insert_verify"):
             assert_runs_alike(specgraph.load_dump(folder / f"{index:02d}_{name}"), program)

@@ -87,7 +87,7 @@ def oracle() -> NextLogits:
 @functools.cache
 def decoder(k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
     order = ["expose_features", "insert_kv_cache", "insert_recurrent_state", "insert_draft",
-             *["plant_bug"] * (bug is not None), "insert_verify", "fuse_verify"]  # fmt: skip
+             *["plant_bug"] * (bug is not None), "insert_verify"]  # fmt: skip
     config = {
         **CONFIG,
         "draft": {"kind": "mtp", "num_speculative_tokens": k},

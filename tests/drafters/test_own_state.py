@@ -72,7 +72,7 @@ def count_padding_(counts: Tensor, emitted: Tensor, rows: Tensor) -> None:
 
 
 def decoder(bug: str | None = None) -> SpeculativeDecoder:
-    order = ["insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify", "fuse_verify"]
+    order = ["insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify"]
     passes = {} if bug is None else {"passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}}}
     return compiled(double_model("llama", 0), Sums.kind, 4, pipeline={"order": order, "verify": bug is None}, **passes)
 

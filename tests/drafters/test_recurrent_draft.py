@@ -59,7 +59,7 @@ def decoder(
     name: str, k: int, target: str = "llama", rule: str = "strict", bug: str | None = None
 ) -> SpeculativeDecoder:
     order = ["insert_kv_cache", "insert_recurrent_state", "insert_draft", *["plant_bug"] * (bug is not None),
-             "insert_verify", "fuse_verify"]  # fmt: skip
+             "insert_verify"]  # fmt: skip
     extra: dict[str, Any] = {"verify": {"rule": rule}, "pipeline": {"order": order, "verify": False}}
     if bug is not None:
         extra |= {"passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}}}

@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def decoder(k: int, options: str = "usual", bug: str | None = None, rule: str = "strict") -> SpeculativeDecoder:
-    order = ["insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify", "fuse_verify"]
+    order = ["insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify"]
     config: dict[str, Any] = {**CONFIG, "pipeline": {"order": order, "verify": bug is None}, "verify": {"rule": rule}}
     config["draft"] = {"kind": "suffix", "num_speculative_tokens": k, **OPTIONS[options]}
     if bug is not None:
@@ -113,7 +113,7 @@ def test_planted_bugs_are_caught_but_not_by_tokens(bug: str) -> None:
 
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
 def test_drafts_are_point_masses_without_saying_so(rule: str) -> None:
-    inputs = decoder(3, rule=rule).stages["fuse_verify"].inputs
+    inputs = decoder(3, rule=rule).stages["insert_verify"].inputs
     assert "history" in inputs and not {"point_mass", "draft_logits"} & set(inputs)
 
 

@@ -103,20 +103,20 @@ def test_the_panel_says_what_a_node_does_and_what_each_item_of_a_tuple_is(page: 
 
 
 def test_a_node_says_what_was_there_before_and_what_took_its_place(page: Browser, made: Made) -> None:
-    stage = next(stage for stage in made.data["stages"] if stage["name"] == "fuse_verify")
+    stage = next(stage for stage in made.data["stages"] if stage["name"] == "insert_verify")
     removed = stage["changes"]["step"]["removed"]
     go(page, "#node=verification")
-    assert page.texts("#node .before a") == removed and "verified" in removed
-    go(page, "#node=logprobs")
-    assert page.texts("#node .before a") == ["logprobs"]
-    go(page, "#stage=insert_verify&graph=step&node=logprobs")
-    assert "removed by fuse_verify, which made logprobs anew: verification[3]" in page.texts("#node li")
+    assert page.texts("#node .before a") == removed and "verified_tokens" in removed
+    go(page, "#node=verified_tokens")
+    assert page.texts("#node .before a") == ["verified_tokens"]
+    go(page, "#stage=insert_draft&graph=step&node=verified_tokens")
+    assert "removed by insert_verify, which made verified_tokens anew: verification[0]" in page.texts("#node li")
 
 
 def test_a_pass_that_did_nothing_says_why(page: Browser, made: Made) -> None:
     rows = {row[1]: row[2:] for row in cells(page, "#stage-list")}
     assert rows["insert_recurrent_state"][0] == "did nothing: no layer is recurrent"
-    assert rows["fuse_verify"][0].startswith("+")
+    assert rows["insert_verify"][0].startswith("+")
     (idle,) = [stage for stage in made.data["stages"] if stage["name"] == "capture_cuda_graph"]
     assert rows["capture_cuda_graph"][0] == f"did nothing: {idle['notes'][0]}"
 
@@ -149,7 +149,7 @@ def test_a_traced_node_names_the_line_of_the_model(page: Browser, made: Made) ->
     go(page, f"#stage=trace&graph=target&node={node.name}")
     line = page.text("#node #line")
     assert line.startswith("transformers/models/llama/modeling_llama.py:") and "self.embed_tokens(input_ids)" in line
-    go(page, "#stage=fuse_verify&graph=step&node=verification")
+    go(page, "#stage=insert_verify&graph=step&node=verification")
     assert page.run("document.querySelector('#node #line')") is None
 
 
@@ -166,7 +166,7 @@ def look_for(page: Browser, text: str) -> str:
 def test_a_node_is_found_by_typing(page: Browser) -> None:
     assert look_for(page, "verification") == "verification"
     arrive(page, "node=verification")
-    assert "Introduced by the pass fuse_verify" in page.text("#made-by")
+    assert "Introduced by the pass insert_verify" in page.text("#made-by")
     assert page.text("#node ul:not(.names)").splitlines()[-1] in ("still there in the last stage",)
 
 
@@ -178,8 +178,8 @@ def test_another_search_begins_with_what_was_typed_last(page: Browser) -> None:
 
 
 def test_a_pass_is_found_by_typing(page: Browser) -> None:
-    assert look_for(page, "fuse_ver") == "fuse_verify"
-    arrive(page, "#stage=fuse_verify")
+    assert look_for(page, "insert_ver") == "insert_verify"
+    arrive(page, "#stage=insert_verify")
     assert page.run("document.querySelector('#found').hidden")
 
 
@@ -233,13 +233,13 @@ def test_a_rejected_draft_says_how_probable_the_token_was_that_the_target_chose_
 
 
 def test_what_a_pass_did_is_listed_and_leads_to_the_nodes(page: Browser, made: Made) -> None:
-    go(page, "#stage=fuse_verify")
-    stage = next(stage for stage in made.data["stages"] if stage["name"] == "fuse_verify")
+    go(page, "#stage=insert_verify")
+    stage = next(stage for stage in made.data["stages"] if stage["name"] == "insert_verify")
     for kind in ("added", "removed"):
         assert page.texts(f"#stage a.{kind}") == stage["changes"]["step"][kind]
     page.point("#stage a.removed", click=True)
-    arrive(page, "stage=insert_verify")
-    assert "removed by fuse_verify" in page.text("#node")
+    arrive(page, f"node={stage['changes']['step']['removed'][0]}")
+    assert "removed by insert_verify" in page.text("#node")
 
 
 def test_the_drawing_has_the_nodes_of_the_table(page: Browser) -> None:
@@ -253,7 +253,7 @@ def test_the_drawing_has_the_nodes_of_the_table(page: Browser) -> None:
 
 
 def test_a_node_of_the_drawing_can_be_clicked(page: Browser) -> None:
-    go(page, "#stage=fuse_verify&graph=step")
+    go(page, "#stage=insert_verify&graph=step")
     page.run("document.querySelector('#canvas').scrollIntoView({block: 'center'})")
     page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # the drawing notes it
     box = "document.querySelector('#canvas').getBoundingClientRect()"
@@ -353,7 +353,7 @@ def test_numbers_are_those_of_the_trace(page: Browser, made: Made) -> None:
 
 def test_a_large_drawing_starts_readable_at_what_the_pass_touched(page: Browser, made: Made) -> None:
     """And one click fits all of it, and another one goes back."""
-    for stage in ("insert_draft", "insert_verify", "fuse_verify"):
+    for stage in ("insert_draft", "insert_verify"):
         go(page, f"#stage={stage}&graph=step")
         assert page.run("drawing.zoom()") == 1 and page.run("drawing.nodes()[0].numericStyle('font-size')") >= 11
         touched = "drawing.nodes('.added, .moved, .changed').sort((a, b) => a.position('y') - b.position('y'))"

@@ -71,5 +71,5 @@ def test_a_variant_of_the_step_comes_from_the_compiled_step(made: Made) -> None:
     record = report_record(decoder.stages, decoder._reports, [], "strict")
     before = {entry["stage"]: entry["before"] for entry in record["passes"]}
     variants = [*decoder.stages][[*decoder.stages].index("index_rows") + 1 :]
-    assert variants and before[variants[0]] == "index_rows" and before["fuse_verify"] == "insert_verify"
+    assert variants and before[variants[0]] == "index_rows" and before["insert_processors"] == "insert_verify"
     assert all(entry["about"] for entry in record["passes"])

@@ -24,7 +24,6 @@ from specgraph.kernels import step
 from specgraph.kernels.state import Buffer, page_pool, per_call
 from specgraph.passes.base import Pass
 from specgraph.passes.expose_features import ExposeFeatures
-from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
@@ -102,7 +101,7 @@ def test_the_whole_step_with_a_draft_model():
     target, draft = trace(shared_model("llama")), trace(shared_model("qwen2"))
     first = first_program(target, draft_model(draft, 3))
     rule = "probabilistic"
-    program = last(first, [ExposeFeatures((1,)), InsertKVCache(), InsertDraft(rule), InsertVerify(rule), FuseVerify()])
+    program = last(first, [ExposeFeatures((1,)), InsertKVCache(), InsertDraft(rule), InsertVerify(rule)])
     propagate(program)
     expected = {
         "target_outputs": "(f32[B, T, 32], f32[B, T, 32])", "hidden": "f32[B, T, 32]", "hs_1": "f32[B, T, 32]",

@@ -13,7 +13,6 @@ from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels.processors import PROCESSORS
 from specgraph.passes.base import Pass
-from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_processors import OPTIONS, InsertProcessors
@@ -40,7 +39,7 @@ def built(drafter: str, *more: Pass) -> Program:
 
 
 def test_processors_stand_between_the_logits_and_what_verifies_them() -> None:
-    before, after = body(built("none", FuseVerify())), body(built("none", FuseVerify(), InsertProcessors()))
+    before, after = body(built("none")), body(built("none", InsertProcessors()))
     at = next(index for index, line in enumerate(before) if "verify.default" in line)
     context, ops = "history, rows, window, start, num_forced", "torch.ops.specgraph"
     assert after[:at] == before[:at]
@@ -58,33 +57,22 @@ def test_processors_stand_between_the_logits_and_what_verifies_them() -> None:
     assert text(after[at + 5 :]) == text([*before[at + 1 : -2], record, *before[-2:]])
 
 
-def test_visible_verification_reads_changed_logits_but_for_raw_log_probabilities() -> None:
-    lines = body(built("none", InsertProcessors()))
-    (processed,) = (line for line in lines if "process_logits(" in line)
-    (values,) = (line for line in lines if "token_logprobs(" in line)
-    (bad,) = (line for line in lines if "bad_rows(" in line)
-    for line in (processed, bad):
-        assert "(after_force_tokens, " in line
-    assert "(logits, processed," in values
-
-
 def test_a_drafter_that_keeps_the_tokens_keeps_them_for_processors_too() -> None:
-    lines = body(built("ngram", FuseVerify(), InsertProcessors()))
+    lines = body(built("ngram", InsertProcessors()))
     assert not any("record_accepted_(" in line for line in lines)
     assert sum("record_tokens_(" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
-@pytest.mark.parametrize("fused", [(), (FuseVerify(),)])
-def test_nothing_is_left_of_what_no_request_asks_for(drafter: str, fused: tuple[Pass, ...]) -> None:
+def test_nothing_is_left_of_what_no_request_asks_for(drafter: str) -> None:
     off = SpecialiseStep(logprobs="raw", unused=tuple(OPTIONS))
-    expected = body(built(drafter, *fused, IndexRows(), SpecialiseStep(logprobs="raw")))
-    assert body(built(drafter, *fused, InsertProcessors(), IndexRows(), off)) == expected
+    expected = body(built(drafter, IndexRows(), SpecialiseStep(logprobs="raw")))
+    assert body(built(drafter, InsertProcessors(), IndexRows(), off)) == expected
 
 
 def test_a_drafter_keeps_the_tokens_where_no_drafts_are_made() -> None:
     off = SpecialiseStep(unused=tuple(OPTIONS), drafts=0)
-    lines = body(built("ngram", FuseVerify(), InsertProcessors(), IndexRows(), off))
+    lines = body(built("ngram", InsertProcessors(), IndexRows(), off))
     assert any("record_tokens_(" in line for line in lines)
     assert not any("ngram_lookup(" in line or "penalise.default(" in line for line in lines)
 
@@ -93,7 +81,7 @@ def test_a_drafter_keeps_the_tokens_where_no_drafts_are_made() -> None:
 def test_one_option_keeps_its_processor_alone(changes: dict[str, Any]) -> None:
     asked = Processing(**changes)
     off = SpecialiseStep(unused=tuple(sorted(asked.unused())))
-    program = built("none", FuseVerify(), InsertProcessors(), IndexRows(), off)
+    program = built("none", InsertProcessors(), IndexRows(), off)
     (kept,) = (node for node in program.graph.nodes if node.target in PROCESSORS)
     assert asked.used() <= {*PROCESSORS[kept.target]}
     lines = body(program)
@@ -116,7 +104,7 @@ def test_the_row_index_comes_later() -> None:
 
 
 def test_a_step_computes_with_what_its_sequence_asks_for() -> None:
-    program = built("none", FuseVerify(), InsertProcessors())
+    program = built("none", InsertProcessors())
     sizes = {"B": 2, "M": 4, "N": 8, "S": 16, "E": 1, "T": 3, "W": 2}
     state = {}
     for name, spec in program.inputs.items():

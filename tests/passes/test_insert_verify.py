@@ -29,7 +29,7 @@ def verified(drafter: str, k: int = 2, **options: Any) -> Program:
     return program
 
 
-def test_the_pieces_stand_between_the_logits_and_the_draft():
+def test_verification_stands_between_the_logits_and_the_draft():
     program = verified("ngram", rule="typical", posterior_threshold=0.2, posterior_alpha=0.4)
     assert text(body(program)) == text("""
         positions, next_positions = step_positions_and_next(start, window)
@@ -38,14 +38,9 @@ def test_the_pieces_stand_between_the_logits_and_the_draft():
         needed = needed_rows(hidden, num_forced, 3)
         logits = self.lm_head(needed)
         drafts = draft_tokens(window)
-        processed = process_logits(logits, temperature, top_k, top_p, min_p)
-        num_accepted = accept(processed, drafts, None, seeds, next_positions, num_rows, num_forced, rule="typical",
-            posterior_threshold=0.2, posterior_alpha=0.4, acceptance_rate=0.7)
-        weights = residual(processed, drafts, None, num_accepted, num_forced, num_rows, rule="typical")
-        next_token = sample_next(weights, seeds, next_positions, num_accepted, num_forced, rule="typical")
-        verified_tokens, _, _ = emit(drafts, num_accepted, next_token, num_rows, num_forced)
-        logprobs = token_logprobs(logits, processed, verified_tokens, num_forced, logprobs="none")
-        bad = bad_rows(logits, window, num_rows, num_forced)
+        verified_tokens, _, _, logprobs, bad = torch.ops.specgraph.verify.default(logits, drafts, None, temperature,
+            seeds, next_positions, top_k, top_p, min_p, num_rows, num_forced, None, rule="typical",
+            posterior_threshold=0.2, posterior_alpha=0.4, acceptance_rate=0.7, logprobs="none")
         emitted, num_emitted, drafter_tokens, accepted_positions, accepted_rows, _, length, _ =
             finalize_step(verified_tokens, window, start, num_forced, eos_ids, shifted=False, vocab_size=101)
         step_record_tokens_(history, rows, drafter_tokens, accepted_positions, accepted_rows)
@@ -63,12 +58,10 @@ def test_verified_tokens_are_no_input_any_more():
     assert "verified_tokens" not in program.inputs
     assert program.inputs["next_window"] == Buffer(("B", 3))
     assert program.inputs["eos_ids"] == Buffer(("B", "E"), fill=-1)
-    lines = [line for line in body(program) if line.startswith(("drawn_from", "num_accepted", "weights"))]
-    assert text(lines) == text("""
-        drawn_from = select_state(draft_logits, rows)
-        num_accepted = accept(processed, drafts, drawn_from, seeds, next_positions, num_rows, num_forced,
-            rule="block", posterior_threshold=0.09, posterior_alpha=0.3, acceptance_rate=0.7)
-        weights = residual(processed, drafts, drawn_from, num_accepted, num_forced, num_rows, rule="block")
+    assert text([line for line in body(program) if line.startswith("verified_tokens")]) == text("""
+        verified_tokens, _, _, logprobs, bad = torch.ops.specgraph.verify.default(logits, drafts, draft_logits,
+            temperature, seeds, next_positions, top_k, top_p, min_p, num_rows, num_forced, None, rule="block",
+            posterior_threshold=0.09, posterior_alpha=0.3, acceptance_rate=0.7, draft_rows=rows, logprobs="none")
     """)
 
 
@@ -80,8 +73,8 @@ def test_the_draft_id_of_every_target_id_is_a_constant_where_distributions_are_c
     program = last(given, [InsertKVCache(4), InsertDraft(rule), InsertVerify(rule)])
     verify_program(program)
     compared = rule == "block"
-    readers = [line for line in body(program) if "target_to_draft=target_to_draft" in line]
-    assert len(readers) == (2 if compared else 0)
+    readers = [line for line in body(program) if ", num_forced, target_to_draft, rule" in line]
+    assert len(readers) == compared
     assert ("target_to_draft" in program.modules) == compared
     if compared:
         found = program.modules["target_to_draft"]()

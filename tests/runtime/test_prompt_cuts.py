@@ -199,7 +199,7 @@ class PlantBug(harness.PlantBug):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_draft_noise_of_the_step_that_draws_is_caught(rule: str) -> None:
-    order = ["expose_features", "insert_kv_cache", "insert_draft", "plant_bug", "insert_verify", "fuse_verify"]
+    order = ["expose_features", "insert_kv_cache", "insert_draft", "plant_bug", "insert_verify"]
     passes = {"plant_bug": {"_target_": f"{__name__}.PlantBug", "bug": "drawn by the window"}}
     broken = decoder("eagle3", None, "llama", rule, K, pipeline={"order": order, "verify": False}, passes=passes)
     assert different_plays(broken) > TRIALS * len(PROMPTS) // 3

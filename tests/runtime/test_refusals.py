@@ -293,7 +293,7 @@ MODELS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no K": (of(k={}), ConfigError, "they begin with 1 and ascend"),
     "infinite batch": (of(max_batch_size=INF), ConfigError, "max_batch_size is an integer, not inf"),
     "nan share": (of(cache={"memory_share": NAN}), ConfigError, r"cache.memory_share must be in \(0, 1\], got nan"),
-    "order as a text": (of(pipeline={"order": "fuse_verify"}), ConfigError, "pipeline.order is a list of texts"),
+    "order as a text": (of(pipeline={"order": "insert_verify"}), ConfigError, "pipeline.order is a list of texts"),
     "cache as a text": (of(cache="big"), ConfigError, "cache is a group of keys .*, not 'big'"),
     "list": (lambda: specgraph.compile_speculative(llama(), ["draft"]),  # type: ignore[arg-type]
              ConfigError, "A configuration is a mapping, a YAML path or a preset name, not list"),

@@ -15,9 +15,9 @@ from tests.models import shared_model
 def test_a_wrong_stage_of_a_decoder_names_the_nearest_and_all() -> None:
     stages = compiled(shared_model("llama"), "none").stages
     with pytest.raises(KeyError) as error:
-        stages["fuse_verfy"]
+        stages["insert_verfy"]
     assert str(error.value) == (
-        f"There is no stage 'fuse_verfy' (did you mean 'fuse_verify'?); there are {', '.join(stages)}."
+        f"There is no stage 'insert_verfy' (did you mean 'insert_verify'?); there are {', '.join(stages)}."
     )
     assert isinstance(error.value, SpecgraphError) and "trace, expose_features" in str(error.value)
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)

