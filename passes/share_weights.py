@@ -23,6 +23,8 @@ more, and the user's own model may still do so.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,12 +34,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from specgraph.ir.graphs import get_attribute
-from specgraph.ir.program import Program
+from specgraph.ir.graphs import get_attribute, set_attribute
+from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.ir.tensors import FLOAT8, equal_tensors, pieces, view_of, widen
 from specgraph.passes.base import NearMiss, Pass, PassResult
 
-TARGET = ("target", "lm_head")
 PROBE = 256
 """How many elements, evenly spread, are compared first. They rule out nearly every pair that is not equal."""
 BYTES_PER_ELEMENT = 64
@@ -86,12 +87,13 @@ class ShareWeights(Pass):
         for draft in _weights(program, of_target=False):
             alike = [target for target in candidates[draft.tensor.shape] if draft.comparable(target)]
             alike.sort(key=lambda target: not (target.names & draft.names))  # stable: then in the target's order
-            found = self._equal_one(draft, alike)
+            shares = _probe(draft, alike)
+            found = self._equal_one(draft, alike, shares)
             if found is not None:
                 shared += _share(program, draft, found)
             else:
                 kin = self._kin(draft, targets, program.drafter.draft_to_target)
-                misses += kin or self._near_miss(draft, alike)
+                misses += kin or self._near_miss(draft, alike, shares)
         misses.sort(key=lambda miss: miss[0])
         more = len(misses) - LISTED
         notes = [note for note, _, _ in shared]
@@ -105,16 +107,12 @@ class ShareWeights(Pass):
             equal_tensors=tuple((old, new) for _, old, new in shared),
         )
 
-    def _equal_one(self, draft: _Weight, alike: list[_Weight]) -> _Weight | None:
+    def _equal_one(self, draft: _Weight, alike: list[_Weight], shares: list[float]) -> _Weight | None:
         """The first of the tensors that has the same memory, or else the first that is equal."""
-        for target in alike:
-            if target.view == draft.view:
-                return target
-        for target, share in zip(alike, _probe(draft, alike), strict=True):
-            same = share == 0 and target.tensor.dtype == draft.tensor.dtype
-            if same and equal_tensors(draft.tensor, target.tensor, CHUNK):
-                return target
-        return None
+        same = (target for target in alike if target.view == draft.view)
+        likely = (target for target, share in zip(alike, shares, strict=True) if share == 0)
+        equal = (target for target in likely if equal_tensors(draft.tensor, target.tensor, CHUNK))
+        return next(itertools.chain(same, equal), None)
 
     def _kin(self, draft: _Weight, targets: list[_Weight], rows: Tensor | None) -> list[tuple[float, NearMiss]]:
         """A near miss if the draft's matrix was made from one of the target's: as some of its rows, or as a rotation.
@@ -138,17 +136,13 @@ class ShareWeights(Pass):
                 return [(share, NearMiss(draft.where, f"its rows are as long as {base}, but differ: a rotation of it"))]
         return []
 
-    def _near_miss(self, draft: _Weight, alike: list[_Weight]) -> list[tuple[float, NearMiss]]:
+    def _near_miss(self, draft: _Weight, alike: list[_Weight], shares: list[float]) -> list[tuple[float, NearMiss]]:
         """The closest tensor and its share of differing elements, or nothing if none is close."""
-        if not alike:
-            return []
-        shares = _probe(draft, alike)
-        closest = min(range(len(alike)), key=shares.__getitem__)
-        if shares[closest] >= NEAR_MISS:
-            closest = 0  # tensors of the same name come first
-        target = alike[closest]
-        named = bool(target.names & draft.names)
-        if shares[closest] >= NEAR_MISS and not named:
+        share, target = min(zip(shares, alike, strict=True), key=operator.itemgetter(0), default=(1.0, None))
+        if alike and share >= NEAR_MISS:
+            target = alike[0]  # tensors of the same name come first
+        named = target is not None and bool(target.names & draft.names)
+        if target is None or (share >= NEAR_MISS and not named):
             return []
         share, reason = _difference(draft, target, CHUNK)
         return [(share, NearMiss(draft.where, reason))] if named or share < NEAR_MISS else []
@@ -216,7 +210,7 @@ def _weights(program: Program, of_target: bool) -> list[_Weight]:
     """The distinct tensors of the target's or of the draft's modules, in order of first use."""
     found: dict[tuple[object, ...], _Weight] = {}
     for name, module in program.modules.unchanged.items():
-        if (name in TARGET) == of_target:
+        if (name in TARGET_MODULES) == of_target:
             for attribute, tensor in _attributes(module):
                 found.setdefault(view_of(tensor), _Weight(tensor, [])).places.append((name, attribute))
     return list(found.values())
@@ -267,8 +261,7 @@ def _share(program: Program, draft: _Weight, target: _Weight) -> list[tuple[str,
             continue
         if other_kind:
             new = nn.Parameter(new, requires_grad=False) if parameter else new.detach()
-        path, _, leaf = attribute.rpartition(".")
-        setattr(module.get_submodule(path), leaf, new)
+        set_attribute(module, attribute, new)
         source = next((place for place in target.places if place[1] == attribute), target.places[0])
         size = f"{old.numel() * old.element_size():,} bytes" + (", its memory already" if held else "")
         changes.append((f"{name}.{attribute} -> {'.'.join(source)} {list(old.shape)}, {size}", old, new))

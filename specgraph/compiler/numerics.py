@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from specgraph.compat import pytree
 from specgraph.errors import NumericsError
-from specgraph.ir.program import Program
-from specgraph.ir.state import State, random_window
-from specgraph.ir.state import example_state as state_of
+from specgraph.ir.program import TARGET_MODULES, Program
+from specgraph.ir.state import State, example_state, random_window
 from specgraph.passes.base import Pass
 from specgraph.passes.pipeline import StageReport
 
-TARGET_MODULES = ("target", "lm_head")
 ROUNDING = 64
 """The largest error of a pass that is not exact, in units in the last place of the norm of the output."""
 
@@ -46,9 +46,9 @@ def check_drafts(program: Program) -> None:
     if not own:
         return
     probe.set_output(*own)
-    window = _random_window(program, program.drafter.num_speculative_tokens + 1)
+    window, state = example(probe)
     with torch.no_grad():
-        results = probe.executable()(window=window, **example_state(probe, window.shape[1]))
+        results = probe.executable()(window=window, **state)
     for node, result in zip(own, results if isinstance(results, tuple) else (results,), strict=True):
         tensors = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
         if any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in tensors):
@@ -65,18 +65,9 @@ def observe(program: Program, width: int | None = None, steps: int = 2) -> dict[
     Every stage gives the logits of ``width`` rows (K + 1 if None) from position 0 on. Stages that draft also give the
     drafts that they propose, and stages that verify the tokens that they emit in ``steps`` steps.
     """
-    rows = width or program.drafter.num_speculative_tokens + 1
-    return _observe(program, _random_window(program, rows), steps)
-
-
-def _random_window(program: Program, rows: int) -> Tensor:
-    return random_window(rows, vocab_size=program.target.vocab_size, device=program.target.device)
-
-
-def _observe(program: Program, window: Tensor, steps: int) -> dict[str, Tensor]:
     probe = program.copy()
     names = _watch(probe)
-    state = example_state(probe, window.shape[1])
+    window, state = example(probe, width)
     step = probe.executable()
     seen: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -104,9 +95,11 @@ def _watch(probe: Program) -> list[str]:
     return [name for name, _ in named]
 
 
-def example_state(program: Program, rows: int) -> State:
-    """:func:`specgraph.ir.state.example_state` of a program."""
-    return state_of(program, rows, vocab_size=program.target.vocab_size, device=program.target.device)
+def example(program: Program, width: int | None = None) -> tuple[Tensor, State]:
+    """A random window of ``width`` rows (K + 1 if None), and a state for it."""
+    rows = width or program.drafter.num_speculative_tokens + 1
+    given: dict[str, Any] = {"vocab_size": program.target.vocab_size, "device": program.target.device}
+    return random_window(rows, **given), example_state(program, rows, **given)
 
 
 def compare(pass_: Pass, name: str, expected: Tensor, actual: Tensor) -> None:

@@ -22,6 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from specgraph.compat import DisableTorchFunctionSubclass
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.exporting import own_copy
+from specgraph.ir.tensors import view_of
 
 MaskFunction = Callable[..., Any]
 """A function of int64 tensors (batch, head, query, key) that says whether a query position may see a key position."""
@@ -65,13 +66,7 @@ class BuiltMask(Tensor):
             if not args or not isinstance(args[0], BuiltMask) or not isinstance(result, Tensor):
                 return result
             whole = func is not Tensor.__getitem__ or _is_whole(args[1], args[0].shape)
-            return args[0] if whole and _is_same(result, args[0]) else result
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether both tensors are views of the same elements in memory."""
-    described = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (a, b)]
-    return described[0] == described[1]
+            return args[0] if whole and view_of(result) == view_of(args[0]) else result
 
 
 def _is_whole(index: Any, shape: torch.Size) -> bool:

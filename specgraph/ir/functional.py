@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from specgraph.compat import DispatchKey, OpOverload, pytree
+from specgraph.compat import DispatchKey, OpOverload
+from specgraph.ir.known_shapes import storages
 
 
 def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -57,13 +58,13 @@ def _is_alone(written: fx.Node, writer: fx.Node) -> bool:
 
     The tensors that the export noted for its nodes are fake, but share their storages as real ones would.
     """
-    storages = _storages(written)
+    own = storages(written.meta.get("val"))
     parents = [written, *(written.all_input_nodes if written.target is operator.getitem else [])]
     near = [*parents, *(user for user in written.users if user < writer)]
-    if written.op != "call_function" or len(storages) != 1 or not all(map(_tells_aliases, near)):
+    if written.op != "call_function" or len(own) != 1 or not all(map(_tells_aliases, near)):
         return False
     others = (node for node in written.graph.nodes if node < writer and node not in parents)
-    return all(storages.isdisjoint(_storages(node)) for node in others)
+    return all(own.isdisjoint(storages(node.meta.get("val"))) for node in others)
 
 
 def _tells_aliases(node: fx.Node) -> bool:
@@ -76,8 +77,3 @@ def _tells_aliases(node: fx.Node) -> bool:
         return node.target is operator.getitem
     composite = node.target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     return not composite or any(one.alias_info is not None for one in node.target._schema.returns)
-
-
-def _storages(node: fx.Node) -> set[int]:
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}

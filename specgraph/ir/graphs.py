@@ -36,10 +36,10 @@ def get_attribute(root: nn.Module, target: str) -> torch.Tensor:
 
 def replace_tensors(module: fx.GraphModule, new: dict[int, torch.Tensor]) -> None:
     """Replace every tensor ``old`` that the graph names by ``new[id(old)]``, if there is one."""
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and id(get_attribute(module, node.target)) in new:
-            path, _, leaf = node.target.rpartition(".")
-            setattr(module.get_submodule(path), leaf, new[id(get_attribute(module, node.target))])
+    for node in module.graph.find_nodes(op="get_attr"):
+        old = id(get_attribute(module, node.target))
+        if old in new:
+            set_attribute(module, node.target, new[old])
 
 
 def new_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:

@@ -24,7 +24,6 @@ import functools
 import hashlib
 import sys
 import sysconfig
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -36,7 +35,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from specgraph.compat import IN_C, FakeTensor, pytree
-from specgraph.ir.graphs import copy_module, get_attribute
+from specgraph.ir.graphs import copy_module, get_attribute, set_attribute
+from specgraph.ir.known_shapes import Recent
 
 MOST = 16
 """So many exports of a function are kept, those used last. One of a model of 24 layers takes some ten megabytes."""
@@ -283,13 +283,15 @@ class _Kept(NamedTuple):
         if any(id(one) not in own and one.untyped_storage()._cdata in memory for one in held.values()):
             raise UnknownKeyError(type(module))
         names = {target: own[id(tensor)] for target, tensor in held.items() if id(tensor) in own}
-        _replace(graph, {target: _without_memory(held[target]) for target in names})
+        for target in names:
+            set_attribute(graph, target, _without_memory(held[target]))
         return _Kept(graph, names)
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
         """A copy of the graph with the tensors of a module."""
         graph = copy_module(self.graph)
-        _replace(graph, {target: tensors[name] for target, name in self.names.items()})
+        for target, name in self.names.items():
+            set_attribute(graph, target, tensors[name])
         return graph
 
 
@@ -298,8 +300,7 @@ def kept(export: _Export) -> _Export:
 
     The graph is the caller's own, who may change it.
     """
-    known: OrderedDict[Hashable, _Kept] = OrderedDict()
-    lock = threading.Lock()
+    known = Recent[_Kept](MOST)
 
     @functools.wraps(export)
     def cached(module: nn.Module, *rest: Any, **options: Any) -> fx.GraphModule:
@@ -307,20 +308,12 @@ def kept(export: _Export) -> _Export:
             key = key_of(module, *rest, options)
         except UnknownKeyError:
             return export(module, *rest, **options)
-        with lock:
-            found = known.get(key)
-        if found is None:
-            made = export(module, *rest, **options)
-            with contextlib.suppress(UnknownKeyError):
-                found = _Kept.of(made, module)
-        else:
-            made = found.with_tensors(_tensors(module))
-        with lock:
-            if found is not None:
-                known[key] = found
-                known.move_to_end(key)
-            while len(known) > MOST:
-                known.popitem(last=False)
+        found = known.find(key)
+        if found is not None:
+            return found.with_tensors(_tensors(module))
+        made = export(module, *rest, **options)
+        with contextlib.suppress(UnknownKeyError):
+            known.keep(key, _Kept.of(made, module))
         return made
 
     return cast(_Export, cached)
@@ -330,12 +323,6 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer by its name, also those that several names share."""
     named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     return {name: tensor for pairs in named for name, tensor in pairs}
-
-
-def _replace(graph: fx.GraphModule, new: Mapping[str, Tensor]) -> None:
-    for target, tensor in new.items():
-        path, _, leaf = target.rpartition(".")
-        setattr(graph.get_submodule(path), leaf, tensor)
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -64,32 +64,21 @@ class Layout:
 
 
 class Known(NamedTuple):
-    """A module that was run.
+    """A module or a function that was run.
 
     Attributes:
         result: what it returned, with a :class:`Layout` in place of each tensor.
-        layouts: the layout of the value of every node, in order.
+        noted: of a module, the layout of the value of every node, in order; of a function, which of the nodes that it
+            reads it wrote in place, by their places among these (none in a module).
     """
 
     result: Any
-    layouts: list[Any]
-
-
-class CalledBefore(NamedTuple):
-    """A call of a function.
-
-    Attributes:
-        result: what it returned, with a :class:`Layout` in place of each tensor.
-        written: which of the nodes that it reads it wrote in place, by their places among these; empty in a module.
-    """
-
-    result: Any
-    written: tuple[int, ...]
+    noted: Sequence[Any]
 
 
 MODULES = Recent[Known](512)
 """One of 500 nodes takes about 100 kB."""
-CALLS = Recent[CalledBefore](8192)
+CALLS = Recent[Known](8192)
 
 
 def allocated(values: Any) -> Any:
@@ -110,11 +99,14 @@ def fingerprint(module: fx.GraphModule) -> Hashable:
     )
 
 
-def remember(key: Hashable, result: Any, layouts: list[Any]) -> None:
-    """Keep what a module returned, unless a size depends on values."""
-    returned = layouts_of(result)
-    if is_fixed(returned):
-        MODULES.keep(key, Known(returned, layouts))
+def remember(known: Recent[Known], key: Hashable, result: Any, noted: Sequence[Any], read: Sequence[Any] = ()) -> None:
+    """Keep what a module or a function returned, unless a size depends on values.
+
+    Nothing is kept either if the result has memory of ``read``: a write into that would be one into the arguments.
+    """
+    layouts = layouts_of(result)
+    if is_fixed(layouts) and not storages(result) & storages(read):
+        known.keep(key, Known(layouts, noted))
 
 
 def is_fixed(layouts: Any) -> bool:
@@ -138,16 +130,7 @@ def call_key(node: fx.Node, read: Sequence[Any], checked: bool) -> Hashable:
     return node.target, repr(args), repr(kwargs), repr(layouts), checked
 
 
-def remember_call(key: Hashable, read: Sequence[Any], result: Any, written: tuple[int, ...]) -> None:
-    """Keep what a call returned, unless a size depends on values or the call returned memory of ``read``: a write into
-    that would be one into the arguments.
-    """
-    layouts = layouts_of(result)
-    if is_fixed(layouts) and not _storages(result) & _storages(read):
-        CALLS.keep(key, CalledBefore(layouts, written))
-
-
-def _storages(values: Any) -> set[int]:
+def storages(values: Any) -> set[int]:
     """The memory that the tensors among the values have."""
     return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
 

@@ -20,6 +20,8 @@ from specgraph.ir.source import render
 from specgraph.ir.state import block_sizes
 from specgraph.kernels.state import Input
 
+TARGET_MODULES = ("target", "lm_head")
+"""The modules of the target; all others are the drafter's."""
 FACTS: dict[str, str] = {
     "traced": "modules hold the ATen nodes that tracing gave them; none has been lowered",
     "target_only": "the step runs the target and calls no drafter yet",
@@ -109,11 +111,10 @@ class Program:
 
     def placeholder(self, name: str, buffer: Input) -> fx.Node:
         """The placeholder of the state input ``name``. It is added after the existing ones unless it exists already."""
-        for node in self.placeholders():
-            if node.name == name:
-                if self.inputs[name] != buffer:
-                    raise PassError(f"Input {name!r} exists as {self.inputs[name]}, not as {buffer}.")
-                return node
+        if name in self.inputs:
+            if self.inputs[name] != buffer:
+                raise PassError(f"Input {name!r} exists as {self.inputs[name]}, not as {buffer}.")
+            return self.input(name)
         last = [*self.placeholders()]
         first = next(iter(self.graph.nodes), None)
         with self.graph.inserting_after(last[-1]) if last else self.graph.inserting_before(first):
@@ -174,10 +175,8 @@ class Program:
 
     def set_output(self, *values: fx.Node) -> None:
         """Let the step return ``values``: the node itself if there is one, else a tuple."""
-        for node in reversed(self.graph.nodes):
-            if node.op == "output":
-                self.graph.erase_node(node)
-                break
+        for node in self.graph.find_nodes(op="output"):
+            self.graph.erase_node(node)
         self.graph.output(values[0] if len(values) == 1 else values)
 
     def mark_provenance(self, name: str) -> None:

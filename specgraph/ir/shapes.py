@@ -14,6 +14,7 @@ import functools
 import operator
 import re
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from specgraph.ir.known_shapes import (
     fingerprint,
     layouts_of,
     remember,
-    remember_call,
 )
 from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Buffer, Input, map_input, per_call
@@ -72,7 +72,7 @@ def propagate(program: ProgramView, *, inside: bool = True) -> None:
         run = _Run(program)
         try:
             run.step()
-            for name in program.modules.keys() - run.named if inside else ():
+            for name in program.modules.keys() - run.written.keys() if inside else ():
                 run.uncalled(name)
         finally:
             run.write(inside)  # of a wrong graph, what is known up to the node that fails
@@ -181,22 +181,20 @@ def _sum(size: int) -> tuple[int, str] | None:
 
 
 class _Run:
-    """One propagation: what modules returned for which shapes.
+    """One propagation, and what the nodes of every graph gave in its first call.
 
     A value is a fake tensor, or its layout where no call has needed the tensor yet.
     """
 
     def __init__(self, program: ProgramView) -> None:
         self.program = program
-        self.named: set[str] = set()
-        self._written: dict[str, list[Any]] = {}
-        self._results: dict[tuple[str, str], Any] = {}
+        self.written: dict[str, Sequence[Any]] = {}
         self._fingerprints: dict[str, Hashable] = {}
 
     def step(self) -> None:
         """The step graph, and through it the modules."""
         inputs = {name: self.input(spec) for name, spec in self.program.inputs.items()}
-        self.graph("step", self.program.graph, None, inputs, write=True)
+        self.graph("step", self.program.graph, None, inputs)
 
     def uncalled(self, name: str) -> None:
         """A module that nothing calls yet, if its inputs are known."""
@@ -207,7 +205,7 @@ class _Run:
 
     def write(self, inside: bool) -> None:
         """Write what is known of every node. A module whose nodes say it already may be shared, and stays so."""
-        for name, written in self._written.items():
+        for name, written in self.written.items():
             if name != "step" and not inside:
                 continue
             graph = self.program.graph if name == "step" else self.program.modules.unchanged[name].graph
@@ -224,13 +222,12 @@ class _Run:
         return map_input(lambda buffer: _layout(buffer, device), spec)
 
     def graph(
-        self, name: str, graph: fx.Graph, root: fx.GraphModule | None, inputs: dict[str, Any], *, write: bool
-    ) -> Any:
-        """Run one graph; returns what it returns."""
+        self, name: str, graph: fx.Graph, root: fx.GraphModule | None, inputs: dict[str, Any]
+    ) -> tuple[Any, list[Any]]:
+        """Run one graph; returns what it returns, and the layouts of the values of all nodes."""
         values: dict[fx.Node, Any] = {}
         written: list[Any] = []
-        if write:
-            self._written[name] = written
+        self.written.setdefault(name, written)
         for node in graph.nodes:
             try:
                 values[node] = value = self._node(node, values, root, inputs)
@@ -239,9 +236,8 @@ class _Run:
             except Exception as error:
                 text = f"{name}: {node.name} = {called(node)} fails: {_reason(error)}"
                 raise VerificationError(text, name) from error
-            if write:
-                written.append(pytree.tree_map(_noted, value))
-        return value
+            written.append(pytree.tree_map(_noted, value))
+        return value, written
 
     def _node(
         self, node: fx.Node, values: dict[fx.Node, Any], root: fx.GraphModule | None, inputs: dict[str, Any]
@@ -275,7 +271,7 @@ class _Run:
         inputs = node.all_input_nodes
         key = call_key(node, [values[read] for read in inputs], checked)
         if key is not None and (known := CALLS.find(key)) is not None:
-            _check_written(node, [inputs[index] for index in known.written])
+            _check_written(node, [inputs[index] for index in known.noted])
             return known.result
         for read in inputs:
             values[read] = allocated(values[read])
@@ -286,33 +282,23 @@ class _Run:
         written = tuple(index for index, value in enumerate(watched) if _versions(value) != before[index])
         _check_written(node, [inputs[index] for index in written])
         if key is not None:
-            remember_call(key, watched, result, written)
+            remember(CALLS, key, result, written, watched)
         return result
 
     def _module(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A call of a module of the program, run once for equal shapes."""
+        """A call of a module of the program, whose result is known if an equal one was run before."""
         module = self.program.modules.unchanged[name]
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-        signature = str(layouts_of(inputs))
-        if (name, signature) not in self._results:
-            if name not in self._fingerprints:
-                self._fingerprints[name] = fingerprint(module)
-            self._results[name, signature] = self._called_with(name, signature, inputs)
-        return self._results[name, signature]
-
-    def _called_with(self, name: str, signature: str, inputs: dict[str, Any]) -> Any:
-        """What a module returns, which is known if an equal one was run before."""
-        module, first = self.program.modules.unchanged[name], name not in self.named
-        self.named.add(name)
-        key = (self._fingerprints[name], signature, first)
-        if (known := MODULES.find(key)) is None:
-            result = self.graph(name, module.graph, module, allocated(inputs), write=first)
-            remember(key, result, self._written[name] if first else [])
-            return result
-        if first:
-            self._written[name] = known.layouts
-        return known.result
+        if name not in self._fingerprints:
+            self._fingerprints[name] = fingerprint(module)
+        key = self._fingerprints[name], str(layouts_of(inputs))
+        if (known := MODULES.find(key)) is not None:
+            self.written.setdefault(name, known.noted)
+            return known.result
+        result, written = self.graph(name, module.graph, module, allocated(inputs))
+        remember(MODULES, key, result, written)
+        return result
 
     def _known(self, node: fx.Node) -> Any:
         """A value for the input of a module that is not called yet: it is state that was described, or was traced."""
@@ -331,14 +317,10 @@ def _layout(buffer: Buffer, device: torch.device) -> Layout:
 
 def _noted(value: Any) -> Any:
     """What is noted of a tensor or a number. Nothing symbolic is: it belongs to one propagation."""
-    if isinstance(value, Tensor | Layout):
-        shape, stride = (tuple(map(_noted, numbers)) for numbers in (value.shape, _strides(value)))
-        return Layout(shape, stride, value.dtype, value.device)
+    value = Layout.of(value) if isinstance(value, Tensor) else value
+    if isinstance(value, Layout):
+        return replace(value, shape=tuple(map(_noted, value.shape)), stride=tuple(map(_noted, value.stride)))
     return UNKNOWN if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
-
-
-def _strides(value: Tensor | Layout) -> Sequence[int]:
-    return value.stride if isinstance(value, Layout) else value.stride()
 
 
 def _buffer(traced: Tensor) -> Buffer | None:

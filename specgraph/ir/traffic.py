@@ -26,12 +26,11 @@ from torch import fx
 from specgraph.ir.drafter import SCRATCH
 from specgraph.ir.graphs import get_attribute
 from specgraph.ir.linear import Linear, describe
-from specgraph.ir.program import Program
+from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.kernels.state import RECURRENT, STATEFUL, Buffer, buffers_of
 
 STAGE = "insert_verify"
 """The last stage before passes join or fuse anything."""
-TARGET = ("target", "lm_head")
 Key = TypeVar("Key")
 
 
@@ -136,7 +135,7 @@ def traffic(
     """
     target, draft, cache, state, batch = 0, 0, 0.0, 0.0, len(contexts)
     for call in calls:
-        of_target = call.module in TARGET
+        of_target = call.module in TARGET_MODULES
         rows = num_speculative_tokens + 1 if of_target else 1
         size = call.reads.weight_bytes(batch * rows)
         target, draft = (target + size, draft) if of_target else (target, draft + size)

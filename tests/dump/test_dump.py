@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, fx, nn
 
-from specgraph.compiler.numerics import example_state
+from specgraph.compiler.numerics import example
 from specgraph.drafters.draft_model import draft_model
 from specgraph.drafters.ngram import ngram
 from specgraph.drafters.none import NoDrafter
@@ -122,7 +122,7 @@ def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
 
 def assert_runs_alike(loaded: LoadedStage, program: Program, steps: int = 3) -> None:
     """Several steps from the same state, each on what the one before left."""
-    states = [example_state(program, 4) for _ in range(2)]
+    states = [example(program, 4)[1] for _ in range(2)]
     window = torch.randint(101, (2, 4), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for index in range(steps):
@@ -233,7 +233,7 @@ def test_the_step_of_a_draft_model_fits_a_screen():
     assert len(body) <= 25
     assert all("  # " in line for line in body)
     assert any(line.strip().startswith("token_1 = propose_(None, draft_0, length") for line in body)
-    assert 'logprobs="none", raw_logits=logits)  # (i64[B, T], i64[B], ... 5 in all), fuse_verify' in text
+    assert 'logprobs="none", raw_logits=logits)  # (i64[B, T], i64[B], ... 5 in all), insert_verify' in text
     assert all(len(line) <= 120 for line in text[: text.index("class Step")].splitlines())
     assert "; " not in text.replace('"""', "")
 
