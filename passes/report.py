@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from specgraph.ir.program import Program
@@ -67,18 +68,15 @@ def report_record(
 
 def _pass_record(report: StageReport, stage: str, before: str) -> dict[str, Any]:
     """What one pass did. Its nodes carry its name; ``before`` is the stage that it was given."""
-    result = report.result
+    result = asdict(report.result)
+    del result["equal_tensors"]
     return {
         "stage": stage,
         "before": before,
         "pass": report.name,
         "about": report.about,
         "seconds": report.seconds,
-        "matches": result.matches,
-        "expected": result.expected,
-        "bytes_shared": result.bytes_shared,
-        "notes": [*result.notes],
-        "near_misses": [{"where": miss.where, "reason": miss.reason} for miss in result.near_misses],
+        **result,
     }
 
 

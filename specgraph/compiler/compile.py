@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,10 +27,9 @@ from specgraph.ir.compiling import start_compiler
 from specgraph.ir.linear import scheme_of
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
-from specgraph.passes.base import Pass
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_recurrent_state import recurrent_ops
-from specgraph.passes.pipeline import Callback, StageReport, run_passes
+from specgraph.passes.pipeline import Callback, run_passes
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.execution.plain_mode import current
@@ -225,16 +223,9 @@ def _limits(config: Config, target: TracedModel) -> Limits:
 
 def _callbacks(config: Config, progress: Progress) -> list[Callback]:
     """The callbacks of the pipeline: progress, the verifier, and the comparison of stages."""
-    callbacks: list[Callback] = [_observe(lambda report: progress.advance(1, report.name))]
+    callbacks: list[Callback] = [lambda pass_, before, after, report: progress.advance(1, report.name)]
     if config.pipeline.verify:
         callbacks.append(lambda pass_, before, after, report: verify_program(after))
     if config.check_numerics:
         callbacks.append(NumericsCallback())
     return callbacks
-
-
-def _observe(show: Callable[[StageReport], None]) -> Callback:
-    def callback(pass_: Pass, before: Program, after: Program, report: StageReport) -> None:
-        show(report)
-
-    return callback

@@ -58,7 +58,9 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
     windows = {n.kwargs["window"] for n in traced.body.graph.nodes if n.target is ATTENTION and n.kwargs.get("window")}
     wanted = max([2 * config.cache.block_size + 5, Tiling().kv_split + 5, *(w + 9 for w in windows)])
     length = min(wanted, limits.max_length, traced.info.max_positions or wanted, config.debug.self_check_tokens)
-    tokens = random_tokens(traced.info.vocab_size, length).to(traced.info.device)
+    # They do not depend on the global random state.
+    tokens = torch.randint(traced.info.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(traced.info.device)
     with torch.no_grad():
         try:
             expected = _own_forward(model, tokens, traced.info.rope)
@@ -102,12 +104,6 @@ def check_draft(drafter: Drafter) -> None:
                     f"The draft's {name} ({part}) holds NaN, so none of its drafts would be accepted; load it again, "
                     "or in another dtype."
                 )
-
-
-def random_tokens(vocab_size: int, length: int, batch: int = 1, seed: int = 0) -> Tensor:
-    """Token ids ``[batch, length]`` that do not depend on the global random state."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size, (batch, length), generator=generator)
 
 
 def _own_forward(model: PreTrainedModel, tokens: Tensor, rope: Rope | None = None) -> list[Tensor]:

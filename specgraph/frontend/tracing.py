@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -137,7 +136,10 @@ class _Forward(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         place = {"position_ids": positions} if self.takes_positions else {}
-        with _inputs_of(self.norm) as entered:
+        entered: list[Tensor] = []
+        with contextlib.ExitStack() as stack:
+            if self.norm is not None:
+                stack.enter_context(self.norm.register_forward_pre_hook(lambda _, args: entered.extend(args[:1])))
             out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True, **place)
         return (out.logits, *out.hidden_states, *entered[-1:])
 
@@ -149,20 +151,6 @@ def _collecting() -> contextlib.AbstractContextManager[None]:
     since ``torch.compile`` could not trace the former. An export runs the model's code, and has no such need.
     """
     return replaced(output_capturing, "is_torchdynamo_compiling", lambda: False)
-
-
-@contextlib.contextmanager
-def _inputs_of(module: nn.Module | None) -> Iterator[list[Tensor]]:
-    """The first arguments with which ``module`` is called while the context lasts, in order."""
-    seen: list[Tensor] = []
-    if module is None:
-        yield seen
-        return
-    handle = module.register_forward_pre_hook(lambda _, args: seen.extend(args[:1]))
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 def is_multimodal(model: object) -> bool:
@@ -236,7 +224,8 @@ def trace(model: PreTrainedModel, length: int | None = None) -> TracedModel:
     graph = _exported(model, rope)
     body, head = _split(graph, layers, type(model).__name__)
     parameter, caches = next(model.parameters()), sum(1 for _ in calls(body.graph, ATTENTION))
-    info = ModelInfo(type(model).__name__, int(head_output(head).shape[-1]), layers, int(config.hidden_size),
+    (logits,) = head.graph.output_node().all_input_nodes
+    info = ModelInfo(type(model).__name__, int(logits.meta["val"].shape[-1]), layers, int(config.hidden_size),
                      parameter.dtype, parameter.device, max_positions(model, rope), num_caches=caches,
                      rope=rope)  # fmt: skip
     return TracedModel(info, body, head)
@@ -274,13 +263,6 @@ def export_hooked(
         graph = export_module(hooked(module, rope.length if rope else None), args, dims, name, prefix)
     move_foreign_nodes(graph, args[0].device)
     return graph
-
-
-def head_output(head: fx.GraphModule) -> Tensor:
-    """The (fake) logits of a head's graph."""
-    (node,) = head.graph.output_node().all_input_nodes
-    value: Tensor = node.meta["val"]
-    return value
 
 
 def _export(wrapper: _Forward, name: str) -> torch.export.ExportedProgram:

@@ -61,10 +61,6 @@ class Modules(MutableMapping[str, fx.GraphModule]):
         del self._modules[name]
         self._own.discard(name)
 
-    def __ior__(self, others: Mapping[str, fx.GraphModule]) -> Modules:
-        self.update(others)
-        return self
-
     def __contains__(self, name: object) -> bool:
         return name in self._modules
 

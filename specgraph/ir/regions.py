@@ -139,20 +139,20 @@ def _describe(module: fx.GraphModule, part: _Part, name: str) -> tuple[Hashable,
     for node in part.weights:
         own[node] = graph.placeholder(f"weight_{len(own)}")
         key.append(_kind(get_attribute(module, str(node.target))))
-    numbers = {node: index for index, node in enumerate(own)}
 
     def copied(node: fx.Node) -> fx.Node:
+        """The copy of a node, whose name follows from the order of the copies, as keys need it."""
         if node not in own:
-            own[node] = graph.node_copy(node, copied)
-            numbers[node] = len(numbers)
-            numbered: Callable[[fx.Node], Any] = lambda read: _Number(numbers[read])  # noqa: E731
-            key.append((node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), numbered))))
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copied)
+            own[node] = graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
+            own[node].meta.update(node.meta)
+            key.append((node.target, repr(args), repr(kwargs)))
         return own[node]
 
     for node in part.nodes:
         copied(node)
     graph.output(tuple(own[node] for node in part.outputs))
-    key.append(tuple(numbers[node] for node in part.outputs))
+    key.append(tuple(own[node].name for node in part.outputs))
     return tuple(key), new_module(nn.Module(), graph, name)
 
 
@@ -163,10 +163,3 @@ def _kind(value: Any) -> Hashable:
     if any(isinstance(size, SymInt) for size in value.shape):
         return value.dtype, value.device, value.dim()
     return type(value), value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad
-
-
-@dataclass(frozen=True)
-class _Number:
-    """Stands for a node in a key."""
-
-    index: int

@@ -220,17 +220,20 @@ class _Source:
 
     def _value(self, value: Any) -> str:
         """An argument as an expression."""
+        return repr(fx.node.map_aggregate(value, lambda part: _Expression(self._part(part))))
+
+    def _part(self, value: Any) -> str:
+        """A node or a constant as an expression."""
         if isinstance(value, fx.Node):
             return _attribute(str(value.target)) if value.op == "get_attr" else self._variables[value]
-        if isinstance(value, tuple):
-            return f"({', '.join(map(self._value, value))}{',' if len(value) == 1 else ''})"
-        if isinstance(value, list):
-            return f"[{', '.join(map(self._value, value))}]"
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{k!r}: {self._value(v)}' for k, v in value.items())}}}"
-        if isinstance(value, slice):
-            return f"slice({', '.join(map(self._value, (value.start, value.stop, value.step)))})"
         return _literal(value)
+
+
+class _Expression(str):
+    """A text that stands without quotes in the ``repr`` of a list or a tuple."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def _import_line(module: str, names: list[str]) -> str:

@@ -75,16 +75,16 @@ def example_state(program: HasInputs, rows: int, *, vocab_size: int, device: tor
     blocks = -(-length // min(map(int, block_sizes(program)), default=length))
     sizes: Mapping[str, int] = {"B": 2, "T": rows, "M": blocks, "N": 2 * blocks, "S": length, "E": 1}
     state = allocate(program, sizes, device)
-    fills: dict[str, Any] = {"num_rows": rows, "max_length": length, "temperature": 1.0}
-    for name, value in fills.items():
-        if name in state:
-            state[name].fill_(value)
-    if "block_table" in state:
-        state["block_table"].copy_(torch.arange(2 * blocks).view(2, blocks))
-    if "verified_tokens" in state:
-        state["verified_tokens"].copy_(torch.arange(2 * rows).view(2, rows) % vocab_size)
-    if "seeds" in state:
-        state["seeds"].copy_(torch.arange(2))
+    values = {
+        "num_rows": torch.tensor(rows),
+        "max_length": torch.tensor(length),
+        "temperature": torch.tensor(1.0),
+        "block_table": torch.arange(2 * blocks).view(2, blocks),
+        "verified_tokens": torch.arange(2 * rows).view(2, rows) % vocab_size,
+        "seeds": torch.arange(2),
+    }
+    for name in state.keys() & values.keys():
+        state[name].copy_(values[name])
     return state
 
 

@@ -188,7 +188,7 @@ def test_weights_of_two_modules_lie_once_in_memory_and_each_merges_what_follows_
     context, block, reverse = Sum(k, v, other_k, other_v), Sum(q, k, v), Sum(other_v, other_k)
     x = torch.randn(5, 6).double()
     program, expected = toy(context, x), [module(x) for module in (context, block, reverse)]
-    program.modules |= {"block": toy(block, x).modules["toy"], "reverse": toy(reverse, x).modules["toy"]}
+    program.modules.update(block=toy(block, x).modules["toy"], reverse=toy(reverse, x).modules["toy"])
     stages, reports = run_passes(program, [MergeLinears()])
     merged = stages["merge_linears"]
     counts = [targets(merged, name)["aten.linear"] for name in ("toy", "block", "reverse")]
