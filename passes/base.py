@@ -1,4 +1,4 @@
-"""What a pass is, and what it reports."""
+"""The base class of passes, and the result that a pass reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass did.
+    """The result of a pass.
 
     Attributes:
         matches: how many places it rewrote.
@@ -82,7 +82,7 @@ class Pass(ABC):
 
     @classmethod
     def about(cls) -> str:
-        """What the pass does, in its own words: the first paragraph of its class's docstring, on one line.
+        """A description of the pass: the first paragraph of its class's docstring, on one line.
 
         The class of a pass of specgraph documents its options. There, the file says what the pass does.
         """

@@ -174,7 +174,7 @@ def _leave_out_copies(chain: _Chain) -> None:
 
 
 def _copied(value: fx.Node, shape: torch.Size) -> fx.Node | None:
-    """What ``value`` is a copy of, if it only brings that into ``shape`` and nothing else reads it."""
+    """The source of ``value``, if that only copies it into ``shape`` and nothing else reads the copy."""
     reshape = producer(value, *RESHAPES)
     if reshape is None or only_user(reshape) is None or not same_sizes(value.meta["val"].shape, shape):
         return None

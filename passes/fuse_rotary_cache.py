@@ -97,7 +97,7 @@ def _give_angles(node: fx.Node) -> None:
 
 
 def _unrotated(values: Sequence[Any]) -> tuple[list[fx.Node], fx.Node, fx.Node]:
-    """What was rotated into ``values``, all by the same angles, and the cosines and sines ``[B, T, n]`` of these."""
+    """The nodes that were rotated into ``values`` by the same angles, and the cosines and sines ``[B, T, n]``."""
     rotated = [_unrotated_heads(value) for value in values]
     if len({(cos, sin) for _, cos, sin in rotated}) > 1:
         raise Mismatch("queries and keys are rotated by different angles")
@@ -246,7 +246,7 @@ def _angles(source: fx.Node) -> _Angles:
 
 
 def _layout(node: fx.Node) -> tuple[Any, str | None]:
-    """What the node repeats along the last of three dimensions, and in which layout; None in another one."""
+    """The value that the node repeats along the last of three dimensions, and the layout; None for another one."""
     joined, repeated = producer(node, aten.cat.default), producer(node, aten.repeat_interleave.self_int)
     if joined is not None:
         parts: Any = joined.args[0]

@@ -35,7 +35,7 @@ INPUTS = {
     "num_forced": Buffer(("B",)),
     "max_length": STATE["max_length"],
 }
-"""What the span is computed from, besides the positions."""
+"""The inputs from which the span is computed, besides the positions."""
 SPAN = torch.ops.specgraph.recurrent_span.default
 SETTLE = torch.ops.specgraph.settle_span.default
 

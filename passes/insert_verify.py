@@ -101,7 +101,7 @@ class InsertVerify(Pass):
         return following
 
     def _drawn_from(self, program: Program) -> tuple[fx.Node | None, fx.Node | None, dict[str, Any]]:
-        """What the drafts were drawn from, if a distribution is known, with their vocabulary, and the op's options."""
+        """The logits that drafts were drawn from, if there are any, the drafts' vocabulary, and the op's options."""
         options: dict[str, Any] = {
             "rule": self.rule,
             "posterior_threshold": self.posterior_threshold,

@@ -69,7 +69,7 @@ class LookupFirst(Pass):
         return PassResult(1, expected=1, notes=(f"{self.first} first, where {self.match} tokens match",))
 
     def _look_up(self, step: DraftStep) -> fx.Node:
-        """What the lookup finds ``[B, K]``, after the accepted tokens have been recorded."""
+        """The drafts ``[B, K]`` that the lookup finds, after the accepted tokens have been recorded."""
         history = step.state("history", HISTORY)
         step.call(functions.record_accepted_, history, step.window, step.emitted, step.start, step.num_emitted,
                   step.rows, name="record_accepted_")  # fmt: skip

@@ -15,7 +15,7 @@ from specgraph.passes.base import Pass, PassResult
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one pass did, for reports.
+    """The report of one pass.
 
     Attributes:
         name: of the pass.

@@ -67,7 +67,7 @@ def report_record(
 
 
 def _pass_record(report: StageReport, stage: str, before: str) -> dict[str, Any]:
-    """What one pass did. Its nodes carry its name; ``before`` is the stage that it was given."""
+    """The report of one pass. Its nodes carry its name; ``before`` is the stage that it was given."""
     result = asdict(report.result)
     del result["equal_tensors"]
     return {

@@ -1,1 +1,1 @@
-"""What several passes use to find their patterns, and to give modules state."""
+"""Helpers with which several passes find their patterns, and give modules state."""

@@ -68,7 +68,7 @@ def _user(norm: fx.Node) -> fx.Node | None:
 
 
 def _copied(gate: fx.Node) -> fx.Node:
-    """What ``gate`` is a view or a copy of, as long as its rows stay as wide, and so in the same order."""
+    """The source of which ``gate`` is a view or a copy, as long as its rows stay as wide, and so in the same order."""
     width: Any = gate.meta["val"].shape[-1:]
     while gate.target in _COPIES:
         source: Any = gate.args[0]

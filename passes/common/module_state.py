@@ -1,4 +1,4 @@
-"""What the passes share that give traced modules state: the inputs of a module, and the buffers of an op."""
+"""Helpers of the passes that give traced modules state: the inputs of a module, and the buffers of an op."""
 
 from __future__ import annotations
 

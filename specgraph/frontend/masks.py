@@ -80,7 +80,7 @@ def _is_whole(index: Any, shape: torch.Size) -> bool:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one attention call was given: a mask or None, and a sliding window or None."""
+    """The arguments of one attention call: a mask or None, and a sliding window or None."""
 
     mask: Tensor | None
     window: int | None
@@ -113,7 +113,7 @@ def note_attention(mask: Tensor | None, window: int | None) -> bool:
 
 
 _FAILURES = (TypeError, AttributeError, ValueError, KeyError, IndexError, RuntimeError)
-"""What a model's forward pass raises on arguments for which it was not made."""
+"""The errors of a model's forward pass on arguments for which it was not made."""
 
 
 def attention_calls(model: PreTrainedModel, plain: PreTrainedModel) -> list[AttentionCall]:

@@ -128,7 +128,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": mamba2_hook,
     "mamba_selective_scan": mamba_hook,
 }
-"""What is called in the place of transformers' functions, by the names that these have where models are defined."""
+"""The replacements of transformers' functions, by the names that these have where models are defined."""
 
 
 def recurrent_functions(model: nn.Module) -> set[tuple[str, str]]:

@@ -47,7 +47,7 @@ _RECURRENT_LAYERS = {
     "conv": {"causal_conv1d_fn"},
     "mamba": {"mamba2_chunk_scan", "mamba_selective_scan"},
 }  # fmt: skip
-"""Those of transformers' ``layer_types`` that keep a state other than keys and values, and the functions of each."""
+"""The ``layer_types`` of transformers that keep a state other than keys and values, and the functions of each."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _wrapped(model: object) -> str | None:
 
 
 def _text_class(model: PreTrainedModel) -> str:
-    """What to do about the text model of a multimodal model."""
+    """The advice for a multimodal model: how to get its text model."""
     text = type(model.config.get_text_config())
     if text not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers has no ForCausalLM class for its text model, so write one with its lm_head"

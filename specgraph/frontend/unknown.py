@@ -9,7 +9,7 @@ from specgraph.errors import UnsupportedModelError
 
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
                       "output_router_logits", "position_embeddings", "return_dict", "logits_to_keep"})  # fmt: skip
-"""What models pass on to every layer, and what changes nothing that a layer computes."""
+"""Arguments that models pass on to every layer, and that change nothing of what a layer computes."""
 
 
 def refuse_unknown(who: str, what: str, given: Mapping[str, Any], harmless: Container[str] = HARMLESS) -> None:

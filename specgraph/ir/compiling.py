@@ -117,7 +117,7 @@ class Compiled(nn.Module):
         self._direct: dict[Hashable, _DirectCall] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns. Inputs are tensors, tuples of tensors and plain values.
+        """Call the module. Inputs are tensors, tuples of tensors and plain values.
 
         It stands in the place of torch's own ``__call__``, which looks for hooks.
         """
@@ -151,7 +151,7 @@ class _Noted(NamedTuple):
 
 @dataclass(frozen=True)
 class _DirectCall:
-    """What Dynamo does around a function for inputs of one layout.
+    """The work of Dynamo around a compiled function, for inputs of one layout.
 
     Attributes:
         function: takes ``arguments`` and returns a sequence.
@@ -189,7 +189,7 @@ def _direct_call(inputs: Sequence[Any], noted: Sequence[_Noted], results: Any) -
 
 
 def _layout(value: Any) -> Hashable:
-    """What compiled code may rely on of an input."""
+    """The properties of an input on which compiled code may rely."""
     return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""What the compiler needs of a drafter. The drafters are in :mod:`specgraph.drafters`."""
+"""The interface between a drafter and the compiler. The drafters are in :mod:`specgraph.drafters`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Drafter(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What reports call it."""
+        """Its name in reports."""
 
     @property
     def lookahead(self) -> int:

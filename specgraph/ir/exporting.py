@@ -149,7 +149,7 @@ def own_copy(module: _Module, shared: type[Tensor] = Tensor) -> _Module:
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    """What a module holds, made of objects of its own. ``copies`` has those that exist, by the id of the original."""
+    """A copy of a value that a module holds. ``copies`` has the copies that exist, by the id of the original."""
     if id(value) in copies:
         return copies[id(value)]
     # A compiled function runs the module that it was made of, so the copy gets the function that was compiled.

@@ -30,7 +30,7 @@ def _is_mutable(node: fx.Node) -> bool:
 
 
 def _replace(node: fx.Node) -> bool:
-    """Let an op return its result instead of writing it, if nobody else could see what it writes."""
+    """Let an op return its result instead of writing it, if nothing else could see what it writes."""
     assert isinstance(node.target, OpOverload)  # only these are mutable
     twin, written = _twin(node.target), node.args[0] if node.args else None
     if twin is None or not isinstance(written, fx.Node) or not _is_alone(written, node):

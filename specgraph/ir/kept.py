@@ -11,7 +11,7 @@ part in an export. So a model that was changed is exported again, as is one whos
 
 A key is made only of what it can compare. Code that is neither PyTorch's nor transformers' nor specgraph's may depend
 on anything, so a module with a class, a hook or an object from elsewhere is exported every time. So is every module
-while somebody's own code stands in a class or a Python module that a key holds, or while all modules have a hook.
+while code from elsewhere stands in a class or a Python module that a key holds, or while all modules have a hook.
 
 What is kept holds no weights: tensors without memory stand in their places.
 """
@@ -232,7 +232,7 @@ def _check_code(value: Any, *, installed: bool) -> None:
 
 
 def _noted(value: Any, depth: int = 2) -> Hashable:
-    """What stands under a name in a class or a Python module: code, a value, or a table of these."""
+    """The key of an attribute of a class or of a Python module: code, a value, or a table of these."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, float | complex):

@@ -1,4 +1,4 @@
-"""What modules return for which inputs, so that a graph that was run on fake tensors need not be run again.
+"""A cache of the results of modules and functions, so that a graph is run on fake tensors once.
 
 The program is verified after every pass, and most passes leave most modules as they are. Decoders of models of one
 architecture have equal graphs, too.
@@ -30,7 +30,7 @@ class Recent(Generic[T]):
         self._lock = threading.Lock()
 
     def find(self, key: Hashable) -> T | None:
-        """What is known for a key, if anything is."""
+        """The value of a key; None if there is none."""
         with self._lock:
             if key in self.values:
                 self.values.move_to_end(key)

@@ -1,4 +1,4 @@
-"""What the compiler needs to know about a traced model besides its graphs."""
+"""Facts about a traced model that the compiler needs besides its graphs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The modules of a program, which copies of the program share until one of them asks for a module to change it.
 
 Every pass works on a copy of the program, and most passes change the step graph and none or one of the modules. Copies
-of modules that nobody changes were half of the time of a small decoder's compilation.
+of modules that no pass changes were half of the time of a small decoder's compilation.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Modules(MutableMapping[str, fx.GraphModule]):
     """
 
     def __init__(self, own: Mapping[str, fx.GraphModule]) -> None:
-        """The modules ``own`` belong to nobody else."""
+        """The modules ``own`` belong to no other program."""
         self._modules = dict(own)
         self._own = set(own)
 
     @property
     def unchanged(self) -> Mapping[str, fx.GraphModule]:
-        """The modules as they are. Other programs may share them, so nobody may change them."""
+        """The modules as they are. Other programs may share them, so they may not be changed."""
         return MappingProxyType(self._modules)
 
     def copy(self) -> Modules:
@@ -39,7 +39,7 @@ class Modules(MutableMapping[str, fx.GraphModule]):
         return new
 
     def share(self) -> None:
-        """Let later copies share all modules. References that somebody has to them are for reading from now on."""
+        """Let later copies share all modules. From now on, references to them that a caller holds are for reading."""
         self._own.clear()
 
     def where(self, wanted: Callable[[fx.Graph], bool]) -> Iterator[tuple[str, fx.GraphModule]]:

@@ -34,7 +34,7 @@ FACTS: dict[str, str] = {
     "processors": "every processor stands between the logits of the target and their verification",
     "row_index": "the row index says which sequences a call runs",
 }
-"""What each fact about a program means, by the name that passes require it by."""
+"""The meaning of each fact about a program, by the name under which passes require it."""
 FIRST_FACTS = frozenset({"traced", "target_only", "own_weights", "ungathered", "grid"})
 """The facts that hold before any pass."""
 

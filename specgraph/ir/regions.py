@@ -28,7 +28,7 @@ class Region(nn.Module):
         self.shared, self.weights = shared, [*weights]
 
     def __call__(self, *values: Any) -> Any:
-        """What the region returns, a tuple. Torch's own ``__call__`` would look for hooks, of which there are none."""
+        """Call the region, which returns a tuple. Torch's own ``__call__`` would look for hooks, which it never has."""
         return self.shared(*values, *self.weights)
 
 
@@ -76,7 +76,7 @@ def cut_at_layers(module: fx.GraphModule, make: Make) -> fx.GraphModule:
 
 
 def _parts(module: fx.GraphModule) -> list[_Part]:
-    """What depends on no hidden state, every layer, and what is behind the last one, as far as there is any."""
+    """The nodes that depend on no hidden state, those of every layer, and those behind the last one, if any."""
     levels: dict[fx.Node, int] = {}
     groups: dict[int, list[fx.Node]] = {}
     for node in module.graph.nodes:
@@ -124,7 +124,7 @@ def _part(nodes: list[fx.Node]) -> _Part:
 
 
 def _read(node: fx.Node) -> Iterable[fx.Node]:
-    """What a node reads; of a size, what it is the size of."""
+    """The inputs of a node; the input of a size stands for the size itself."""
     for read in node.all_input_nodes:
         yield from _read(read) if _is_size(read) else (read,)
 
@@ -157,7 +157,7 @@ def _describe(module: fx.GraphModule, part: _Part, name: str) -> tuple[Hashable,
 
 
 def _kind(value: Any) -> Hashable:
-    """What compiled code relies on of an input. Symbolic sizes are all alike, since they may change."""
+    """The properties of an input on which compiled code relies. Symbolic sizes are all alike, since they may change."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if any(isinstance(size, SymInt) for size in value.shape):

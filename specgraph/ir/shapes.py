@@ -41,17 +41,17 @@ SIZES = {
     "B": 401_309, "b": 349_507, "T": 467_903, "M": 545_203, "N": 635_507, "S": 740_711, "E": 863_479, "W": 914_219,
     "R": 1_016_009,
 }  # fmt: skip
-"""What stands for each letter: primes that no real dimension is near to or a multiple of. Fake tensors cost nothing."""
+"""The number for each letter: a prime that no real dimension is near to or a multiple of. Fake tensors cost nothing."""
 NEAR = 64
 """Sizes up to this far from a letter's read as that letter plus or minus a number."""
 SMALLEST = min(SIZES.values()) - NEAR
 UNKNOWN = "?"
-"""What stands for a size that depends on values."""
+"""The text for a size that depends on values."""
 LISTED = 4
 """Longer tuples are abbreviated to their first two entries and their length."""
 
 LAYOUT = "layout"
-"""What :func:`propagate` writes into a node's ``meta``."""
+"""The key under which :func:`propagate` notes the layout of a node in its ``meta``."""
 
 _MISSING = object()
 
@@ -316,7 +316,7 @@ def _layout(buffer: Buffer, device: torch.device) -> Layout:
 
 
 def _noted(value: Any) -> Any:
-    """What is noted of a tensor or a number. Nothing symbolic is: it belongs to one propagation."""
+    """The note of a tensor or a number. It holds nothing symbolic, which would belong to one propagation."""
     value = Layout.of(value) if isinstance(value, Tensor) else value
     if isinstance(value, Layout):
         return replace(value, shape=tuple(map(_noted, value.shape)), stride=tuple(map(_noted, value.stride)))
@@ -347,7 +347,7 @@ def _check_written(node: fx.Node, written: Sequence[fx.Node]) -> None:
 
 
 def called(node: fx.Node) -> str:
-    """What a node calls, as a message says it."""
+    """The name of the function that a node calls, for messages."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
     return str(node.target) if isinstance(node.target, OpOverload) else str(target)
 

@@ -126,7 +126,7 @@ class _Source:
         return "\n".join([*lines, *(f"        {line}" for line in body)]) + "\n"
 
     def expression(self, node: fx.Node) -> str:
-        """What stands for a node in the file, without the variable that it is assigned to."""
+        """The expression for a node in the file, without the variable that it is assigned to."""
         if node.op == "placeholder":
             return self._variables[node]
         if node.op in ("get_attr", "output"):

@@ -21,7 +21,7 @@ _LARGE = 1 << 20
 
 
 class HasInputs(Protocol):
-    """What describes its state: a program, or a stage that was loaded from a dump."""
+    """An object that describes its state: a program, or a stage that was loaded from a dump."""
 
     @property
     def inputs(self) -> Mapping[str, Input]: ...

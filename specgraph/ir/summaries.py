@@ -1,4 +1,4 @@
-"""What the functions of a graph do, by the first sentence of the text that documents each."""
+"""Summaries of the functions that a graph calls: the first sentence of the text that documents each."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Reads:
-    """What one call of a module reads, and what its recurrent ops write.
+    """The reads of one call of a module, and the states that its recurrent ops write.
 
     Attributes:
         weights: pairs of bytes and the share of them that one row reads: 1, or less if they are of experts.
@@ -91,7 +91,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class CallReads:
-    """What one node of the step graph reads.
+    """The reads of one node of the step graph.
 
     Attributes:
         node: its name.
@@ -107,7 +107,7 @@ class CallReads:
 
     @staticmethod
     def of_record(record: dict[str, Any]) -> CallReads:
-        """What ``asdict`` made into a record, after JSON. Records of older dumps do not say which calls settle rows."""
+        """Read the result of :meth:`to_record` from JSON. Older dumps do not say which calls settle rows."""
         sizes = {name: tuple(tuple(entry) for entry in entries) for name, entries in record["reads"].items()}
         return CallReads(record["node"], record["module"], Reads(**sizes), record.get("settles", True))
 
@@ -151,7 +151,7 @@ def state_size(program: Program) -> int:
 
 
 def step_reads(program: Program) -> list[CallReads]:
-    """What every call of a module in the step graph reads, in order."""
+    """The reads of every call of a module in the step graph, in order."""
     found: dict[str, Reads] = {}
     calls = []
     for node in program.graph.nodes:
@@ -163,7 +163,7 @@ def step_reads(program: Program) -> list[CallReads]:
 
 
 def reads_of(module: fx.GraphModule) -> Reads:
-    """What a call of a module reads. Each of the distinct tensors that its graph names counts once."""
+    """The reads of a call of a module. Each of the distinct tensors that its graph names counts once."""
     shares: dict[tuple[int, torch.Size], tuple[int, float]] = {}
     caches: list[tuple[int, float | None]] = []
     for node in module.graph.nodes:
@@ -241,7 +241,7 @@ def _recurrent_buffers(module: fx.GraphModule) -> list[tuple[Buffer, ...]]:
 
 
 def _states(module: fx.GraphModule) -> tuple[tuple[int, int, int], ...]:
-    """What the recurrent ops of a module move, see :attr:`Reads.states`; ops that keep alike rows together."""
+    """The bytes that the recurrent ops of a module move (:attr:`Reads.states`); ops whose rows are alike are summed."""
     sums: dict[tuple[int, bool], tuple[int, int]] = {}
     for buffers in _recurrent_buffers(module):
         state = sum(_per_sequence(buffer) for buffer in buffers if buffer.settled_rows is None)
