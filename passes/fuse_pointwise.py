@@ -47,7 +47,7 @@ FORMS: dict[Any, str] = {
 """The functions that are joined, and how a program writes each."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-MOST_INPUTS = 12
+MAX_INPUTS = 12
 """The most inputs of one op, so that a kernel does not run out of registers."""
 
 
@@ -143,7 +143,7 @@ def _text(chain: _Chain, node: fx.Node) -> str:
 def _operand(chain: _Chain, value: Any) -> str:
     if not isinstance(value, fx.Node):
         return repr(value)
-    room = len(chain.inputs) + len(value.all_input_nodes) <= MOST_INPUTS
+    room = len(chain.inputs) + len(value.all_input_nodes) <= MAX_INPUTS
     if room and only_user(value) and _is_function(value) and _broadcasts(value.meta["val"], chain.end.meta["val"]):
         return _text(chain, value)
     if value not in chain.inputs:
@@ -208,7 +208,7 @@ def _alike(chain: _Chain, other: _Chain) -> bool:
 def _fits(group: list[_Chain]) -> bool:
     readers = (user for chain in group[:-1] for user in chain.end.users)
     late = all(group[-1].end < reader for reader in readers)
-    return late and len({value for chain in group for value in chain.inputs}) <= MOST_INPUTS
+    return late and len({value for chain in group for value in chain.inputs}) <= MAX_INPUTS
 
 
 def _insert(group: list[_Chain]) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor, fx, nn
 
 from specgraph.ir.graphs import get_attribute, set_attribute
 from specgraph.ir.program import TARGET_MODULES, Program
-from specgraph.ir.tensors import FLOAT8, equal_tensors, pieces, view_of, widen
+from specgraph.ir.tensors import FLOAT8, chunks, equal_tensors, view_of, widen
 from specgraph.passes.base import NearMiss, Pass, PassResult
 
 PROBE = 256
@@ -282,7 +282,7 @@ def _difference(draft: _Weight, target: _Weight, limit: int) -> tuple[float, str
     """The share of elements that differ, and a sentence with their number and the largest absolute difference."""
     a, b = draft.tensor.detach(), target.tensor.detach()
     count, nans, largest = 0, 0, 0.0
-    for x, y in pieces(a, b, limit):
+    for x, y in chunks(a, b, limit):
         x, y = widen(x), widen(y.to(a.dtype))
         nan = x.isnan() | y.isnan()
         unequal = x != y

@@ -23,7 +23,7 @@ from specgraph.passes.common.patterns import insert, insert_weight, items, keep_
 
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 RMS_NORMS = torch.ops.specgraph.rms_norms.default
-MOST = 16
+MAX_NORMS = 16
 """The most norms of one launch. Its kernel has a branch for each."""
 
 
@@ -41,7 +41,7 @@ def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     for node in calls(graph, RMS_NORM):
         if not _of_heads(node):
             continue
-        if group and not (len(group) < MOST and _alike(group[0], node) and _together([*group, node])):
+        if group and not (len(group) < MAX_NORMS and _alike(group[0], node) and _together([*group, node])):
             yield group
             group = []
         group.append(node)

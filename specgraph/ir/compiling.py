@@ -18,7 +18,7 @@ from specgraph import kernels
 from specgraph.compat import CustomGraphPass, LazyGraphModule, get_hash_for_files, symbolic_shapes_config
 from specgraph.ir.regions import cut_at_layers
 
-MOST_LAYOUTS = 256
+MAX_LAYOUTS = 256
 """The most layouts of inputs that a module remembers. Sizes of a cache change with the requests."""
 
 
@@ -135,7 +135,7 @@ class Compiled(nn.Module):
             results = self._checked(*args, **kwargs)
         direct = _direct_call(inputs, noted, results)
         if direct is not None:
-            if len(self._direct) >= MOST_LAYOUTS:
+            if len(self._direct) >= MAX_LAYOUTS:
                 self._direct.clear()
             self._direct[key] = direct
         return results

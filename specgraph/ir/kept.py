@@ -38,7 +38,7 @@ from specgraph.compat import IN_C, FakeTensor, pytree
 from specgraph.ir.graphs import copy_module, get_attribute, set_attribute
 from specgraph.ir.known_shapes import Recent
 
-MOST = 16
+MAX_EXPORTS = 16
 """So many exports of a function are kept, those used last. One of a model of 24 layers takes some ten megabytes."""
 TRUSTED = frozenset({"torch", "transformers", "specgraph"})
 """The packages whose code depends on nothing that a key does not hold."""
@@ -300,7 +300,7 @@ def kept(export: _Export) -> _Export:
 
     The graph is the caller's own, who may change it.
     """
-    known = Recent[_Kept](MOST)
+    known = Recent[_Kept](MAX_EXPORTS)
 
     @functools.wraps(export)
     def cached(module: nn.Module, *rest: Any, **options: Any) -> fx.GraphModule:

@@ -21,20 +21,20 @@ def equal_tensors(a: Tensor, b: Tensor, limit: int = COMPARED) -> bool:
     """
     if a.shape != b.shape or a.dtype != b.dtype or a.is_meta or b.is_meta:
         return False
-    pairs = ((x, y.to(x.device)) for x, y in pieces(a.detach(), b.detach(), limit))
+    pairs = ((x, y.to(x.device)) for x, y in chunks(a.detach(), b.detach(), limit))
     if a.dtype in FLOAT8:  # not every device compares them
         return all(torch.equal(widen(x), widen(y)) for x, y in pairs)
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-def pieces(a: Tensor, b: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+def chunks(a: Tensor, b: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of corresponding views of at most ``limit`` elements. Nothing is copied, whatever the strides are."""
     if 0 < a.numel() <= limit:
         yield a, b
     elif a.numel() > 0:
         dim = next(dim for dim, size in enumerate(a.shape) if size > 1)
         for halves in zip(a.tensor_split(2, dim), b.tensor_split(2, dim), strict=True):
-            yield from pieces(*halves, limit)
+            yield from chunks(*halves, limit)
 
 
 def widen(values: Tensor) -> Tensor:

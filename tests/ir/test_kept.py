@@ -294,7 +294,7 @@ def test_what_is_kept_holds_no_model() -> None:
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_module, "MOST", 2)
+    monkeypatch.setattr(kept_module, "MAX_EXPORTS", 2)
     export, exported = counted(EXPORT_MODULE)
     layers = [nn.Linear(3, width).eval() for width in (1, 2, 3)]
     for layer in (*layers[:2], layers[0], layers[2], layers[0], layers[1]):

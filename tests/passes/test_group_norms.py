@@ -96,7 +96,7 @@ def test_norms_that_differ_stay_apart(options: dict[str, Any]) -> None:
 
 
 def test_a_launch_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_norms, "MOST", 2)
+    monkeypatch.setattr(group_norms, "MAX_NORMS", 2)
     _, counts = lowered(Heads(1, 2, 3, 1, 2))
     assert counts["specgraph.rms_norms"] == 2 and counts["specgraph.rms_norm"] == 1
 
