@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specgraph.errors import ConfigError
 from specgraph.ir.program import Program
+from specgraph.kernels import catalogue  # noqa: F401  (registers the ops that passes write into graphs)
 from specgraph.kernels.sampling.sample import check_rule
 
 

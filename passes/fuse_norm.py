@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import specgraph.kernels.linear.norm  # noqa: F401  (registers the op)
 from specgraph.ir.graphs import arguments
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-import specgraph.kernels.pointwise.pointwise  # noqa: F401  (registers the op)
 from specgraph.ir.program import Program
 from specgraph.kernels.pointwise.program import DTYPES
 from specgraph.passes.base import LoweringPass, PassResult
@@ -106,12 +105,9 @@ def _floats(node: fx.Node) -> bool:
     values = [node.meta["val"], *(n.meta.get("val") for n in node.all_input_nodes)]
     if not all(isinstance(v, Tensor) and v.dtype in _NAMES for v in values):
         return False
-    numbers = all(isinstance(a, fx.Node | torch.dtype) or _is_number(a) for a in node.args)
-    return numbers and len(values) > 1 and len({v.device for v in values}) == 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    numbers = (arg for arg in node.args if not isinstance(arg, fx.Node | torch.dtype))
+    finite = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+    return finite and len(values) > 1 and len({v.device for v in values}) == 1
 
 
 def _chains(graph: fx.Graph) -> Iterator[_Chain]:

@@ -21,9 +21,6 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import specgraph.kernels.attention.attention
-import specgraph.kernels.attention.block
-import specgraph.kernels.attention.rotary  # noqa: F401  (all register ops)
 from specgraph.ir.graphs import arguments
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult

@@ -16,8 +16,6 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-import specgraph.kernels.attention.attention
-import specgraph.kernels.attention.block  # noqa: F401  (both register ops and their stateful forms)
 from specgraph.errors import ConfigError
 from specgraph.ir.program import Program
 from specgraph.kernels.state import STATEFUL, Buffer

@@ -16,9 +16,6 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-import specgraph.kernels.recurrent.conv
-import specgraph.kernels.recurrent.delta_rule
-import specgraph.kernels.recurrent.scan  # noqa: F401  (all register ops and their forms with a state)
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.program import Program
 from specgraph.kernels.state import RECURRENT, ROW_INDEX, ROWS, Buffer

@@ -22,9 +22,6 @@ import torch
 import triton
 from torch import Tensor, fx, nn
 
-import specgraph.kernels.linear.concat
-import specgraph.kernels.linear.embedding
-import specgraph.kernels.linear.norm  # noqa: F401  (all register ops)
 from specgraph.compat import OpOverload
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import arguments, calls, get_attribute, set_attribute

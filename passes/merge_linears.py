@@ -13,10 +13,9 @@ A weight of several tensors is merged tensor by tensor. Weights of different sch
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -63,19 +62,14 @@ class MergeLinears(LoweringPass):
         return PassResult(matches, near_misses=tuple(misses))
 
 
-def _readers(program: Program) -> dict[int, Counter[object]]:
-    """How many nodes read each tensor: for each module that has linear layers which do, their number; and under None
-    the number of all other nodes.
-    """
-    counts: dict[int, Counter[object]] = defaultdict(Counter)
+def _readers(program: Program) -> dict[int, list[object]]:
+    """The readers of each tensor: its module for every linear layer that reads it, and None for every other node."""
+    found: dict[int, list[object]] = defaultdict(list)
     for module in program.modules.values():
-        for node in module.graph.nodes:
-            if node.op == "get_attr":
-                layers = sum(map(functools.partial(_reads, node), node.users))
-                found = counts[id(get_attribute(module, node.target))]
-                found[module] += layers
-                found[None] += len(node.users) - layers
-    return counts
+        for node in module.graph.find_nodes(op="get_attr"):
+            readers = (module if _reads(node, user) else None for user in node.users)
+            found[id(get_attribute(module, node.target))] += readers
+    return found
 
 
 def _reads(constant: fx.Node, user: fx.Node) -> bool:
@@ -95,13 +89,13 @@ def _groups(module: fx.GraphModule) -> list[list[Linear]]:
 
 def _mixed(name: str, groups: list[list[Linear]]) -> Iterator[NearMiss]:
     """A near miss for every input that linear layers of several schemes read."""
-    by_input: dict[fx.Node, list[Linear]] = defaultdict(list)
+    by_input: dict[fx.Node, list[str]] = defaultdict(list)
     for first, *_ in groups:
-        by_input[first.x].append(first)
-    for x, layers in by_input.items():
-        if len(layers) > 1:
-            schemes = " and ".join(linear.scheme.name for linear in layers)
-            yield NearMiss(f"{name}.{x.name}", f"linear layers that read it have weights of two schemes: {schemes}")
+        by_input[first.x].append(first.scheme.name)
+    for x, schemes in by_input.items():
+        if len(schemes) > 1:
+            reason = f"linear layers that read it have weights of two schemes: {' and '.join(schemes)}"
+            yield NearMiss(f"{name}.{x.name}", reason)
 
 
 def _tensors(module: fx.GraphModule, group: list[Linear]) -> list[Tensor]:
@@ -118,19 +112,13 @@ def _parts(module: fx.GraphModule, group: list[Linear], placed: set[int]) -> lis
         return [group]
     parts: list[list[Linear]] = [[]]
     for linear in group:
-        parts += [] if _follow(module, [*parts[-1], linear]) else [[]]
+        kinds = zip(*(each.tensors(module) for each in (*parts[-1], linear)), strict=True)
+        parts += [] if all(_adjacent(kind) is not None for kind in kinds) else [[]]
         parts[-1].append(linear)
     return [part for part in parts if len(part) > 1]
 
 
-def _follow(module: fx.GraphModule, group: list[Linear]) -> bool:
-    """Whether the weights of linear layers follow each other in memory, and their biases do."""
-    return all(
-        _adjacent([*kind]) is not None for kind in zip(*(linear.tensors(module) for linear in group), strict=True)
-    )
-
-
-def _refusal(module: fx.GraphModule, group: list[Linear], readers: dict[int, Counter[object]]) -> str | None:
+def _refusal(module: fx.GraphModule, group: list[Linear], readers: dict[int, list[object]]) -> str | None:
     """The reason why the linear layers of ``group``, which are of one scheme, cannot be merged; None if they can."""
     scheme = group[0].scheme
     reason = scheme.why_not_merged([linear.tensors(module)[: len(scheme.weight)] for linear in group])
@@ -139,7 +127,7 @@ def _refusal(module: fx.GraphModule, group: list[Linear], readers: dict[int, Cou
     if len({linear.bias is None for linear in group}) > 1:
         return "some have a bias and some have none"
     for tensor in _tensors(module, group):
-        if readers[id(tensor)][module] > 1 or readers[id(tensor)][None]:
+        if readers[id(tensor)].count(module) > 1 or None in readers[id(tensor)]:
             return ELSEWHERE
         if tensor.is_inference():
             return "the weights were made in inference mode and cannot become views"
@@ -209,7 +197,7 @@ def merge_storage(tensors: list[Tensor]) -> nn.Parameter:
     return nn.Parameter(merged, requires_grad=False)
 
 
-def _adjacent(tensors: list[Tensor]) -> Tensor | None:
+def _adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
     """The tensor that spans ``tensors``, if they are adjacent in one storage already; else None."""
     first = tensors[0].detach()
     offset = first.storage_offset()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import specgraph.kernels.linear.gated_norm  # noqa: F401  (registers the op)
 from specgraph.ir.graphs import calls
 from specgraph.passes.common.patterns import (
     CASTS,

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import specgraph.kernels.linear.head_norms  # noqa: F401  (registers the op)
 from specgraph.ir.graphs import arguments, calls
 from specgraph.passes.common.patterns import insert, insert_weight, items, keep_meta, value_of
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import specgraph.kernels.linear.norm  # noqa: F401  (registers ops)
 from specgraph.ir.graphs import arguments
 from specgraph.passes.common.patterns import aten, is_float, replace
 

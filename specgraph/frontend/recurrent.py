@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-import specgraph.kernels.recurrent.conv
-import specgraph.kernels.recurrent.delta_rule
-import specgraph.kernels.recurrent.scan  # noqa: F401  (all register ops)
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.unknown import refuse_unknown
 from specgraph.ir.exporting import replaced_here
 from specgraph.ir.graphs import calls
+from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
 from specgraph.kernels.recurrent.arguments import exact
 
 REPEAT = torch.ops.aten.repeat_interleave.self_int

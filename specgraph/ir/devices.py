@@ -60,10 +60,6 @@ def _fold(module: fx.GraphModule, node: fx.Node, name: str, value: Tensor) -> No
 
 def _move(node: fx.Node, device: torch.device) -> None:
     """Let a node that is said to run elsewhere run on ``device``."""
-
-    def there(argument: Any) -> Any:
-        return device if isinstance(argument, torch.device) else argument
-
-    node.args = fx.node.map_aggregate(node.args, there)
-    node.kwargs = fx.node.map_aggregate(node.kwargs, there)
+    given: Any = node.args, node.kwargs
+    node.args, node.kwargs = fx.node.map_aggregate(given, lambda arg: device if isinstance(arg, torch.device) else arg)
     node.meta["val"] = torch.empty_like(node.meta["val"], device=device)
