@@ -1,7 +1,7 @@
 """Write a pass of your own, put it into the pipeline, and see what it did.
 
-The pass wraps the visible ``accept`` so that every draft is refused, which turns speculation off inside the graph: the
-output stays the same, the acceptance length becomes 1, and the report says what happened.
+The pass takes the drafts away before they are verified, which turns speculation off inside the graph: the output stays
+the same, the acceptance length becomes 1, and the report says what happened.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specgraph
 from specgraph.ir.graphs import calls
-from specgraph.kernels import verify
+from specgraph.kernels import step
 from specgraph.passes import Pass, PassResult
 
 MODELS = Path(__file__).parent / "models" / "tiny-math"
 
 
-def forced_only(num_accepted: Tensor, num_forced: Tensor) -> Tensor:
-    """Accept what is known already and nothing else."""
-    return torch.minimum(num_accepted, num_forced)
+def forced_only(drafts: Tensor, num_forced: Tensor) -> Tensor:
+    """Keep the tokens that are known already, a prompt's, and have no draft (-1) behind them."""
+    column = torch.arange(drafts.shape[1], device=drafts.device)
+    return torch.where(column < num_forced.unsqueeze(1), drafts, -1)
 
 
 @dataclass(frozen=True)
 class RefuseDrafts(Pass):
-    """``accept(...)`` becomes ``forced_only(accept(...), num_forced)``."""
+    """``draft_tokens(...)`` becomes ``forced_only(draft_tokens(...), num_forced)``."""
 
     name: ClassVar[str] = "refuse_drafts"
     requires: ClassVar[frozenset[str]] = frozenset({"verify"})
 
     def apply(self, program: specgraph.Program) -> PassResult:
-        nodes = list(calls(program.graph, verify.accept))
+        nodes = list(calls(program.graph, step.draft_tokens))
         for node in nodes:
             with program.graph.inserting_after(node):
                 refused = program.graph.call_function(forced_only, (node, program.input("num_forced")))

@@ -1,6 +1,6 @@
 """``specgraph::verify``: which draft tokens the target accepts, and the token that follows them.
 
-The op is the composition of plain functions, which is how step graphs spell it before they are fused::
+The op is the composition of plain functions::
 
     processed = process_logits(target_logits, temperature, top_k, top_p, min_p)
     count     = accept(processed, draft_tokens, draft_logits, seeds, positions, num_rows, num_forced, rule=...)

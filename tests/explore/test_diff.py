@@ -51,12 +51,11 @@ def with_eps(model: PreTrainedModel) -> None:
 
 
 def test_two_stages_of_a_dump_show_what_the_pass_did(dump: Path) -> None:
-    lines = diff(stage(dump, "insert_verify"), stage(dump, "fuse_verify"), numerics=True).splitlines()
-    assert lines[0] == "insert_verify -> fuse_verify: step -5 +1 ~3"
-    assert any(line.startswith("  + verification = torch.ops.specgraph.verify.default(") for line in lines)
-    gone = [line.split()[1] for line in lines if line.startswith("  - ")]
-    assert gone == ["processed", "num_accepted", "weights", "next_token", "verified"]
-    assert "  ~ bad = bad_rows(" in "\n".join(lines)
+    lines = diff(stage(dump, "insert_verify"), stage(dump, "insert_processors"), numerics=True).splitlines()
+    assert lines[0] == "insert_verify -> insert_processors: step -0 +18 ~1"
+    made = [line.split()[1] for line in lines if line.startswith("  + ")]
+    assert made[-5:] == ["after_add_biases", "after_penalise", "after_ban_ngrams", "after_force_tokens", "recorded"]
+    assert "  ~ verification = torch.ops.specgraph.verify.default(logits, " in "\n".join(lines)
     assert lines[-1].startswith("  values: all that both compute (") and lines[-1].endswith("equal in every bit")
 
 
