@@ -28,7 +28,8 @@ from specgraph.kernels import step
 from specgraph.kernels.step import WRITES
 from specgraph.kernels.verify.arguments import LOGPROBS
 from specgraph.passes.base import Pass, PassResult
-from specgraph.passes.insert_processors import VERIFY, removable
+from specgraph.passes.insert_processors import removable
+from specgraph.passes.insert_verify import VERIFY
 from specgraph.specialise.index_rows import drop_unread, gathered
 
 ABOUT_DRAFTS = (step.keep_confidence_, step.keep_point_mass_)

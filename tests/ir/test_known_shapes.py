@@ -100,7 +100,7 @@ def test_what_fails_is_not_remembered() -> None:
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_shapes.MODULES, "most", 2)
     for key in "abc":
-        known_shapes.remember(key, (torch.zeros(2, 3).t(), None, 4), [])
+        known_shapes.remember(known_shapes.MODULES, key, (torch.zeros(2, 3).t(), None, 4), [])
     assert [known_shapes.MODULES.find(key) is not None for key in "abc"] == [False, True, True]
     found = known_shapes.MODULES.find("c")
     assert found is not None
