@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from specgraph.checkpoints.checkpoint import EMBEDDING, PROJECTION, Choice
@@ -12,10 +13,11 @@ from specgraph.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class HeadOptions(LayerShape):
+class HeadOptions:
     """The options of a checkpoint.
 
     Attributes:
+        layers: the decoder layers.
         features: the indices k of the hidden states hs[k] that the head reads; None if they depend on the target and
             the target is not known.
         mask_token_id: the mask token; None if the head has none.
@@ -23,10 +25,11 @@ class HeadOptions(LayerShape):
         sources: every option with its value and the place from which the value was taken.
     """
 
+    layers: LayerShape
     features: tuple[int, ...] | None
-    mask_token_id: int | None
-    settings: dict[str, Any]
-    sources: tuple[Choice, ...]
+    mask_token_id: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    sources: Sequence[Choice] = ()
 
 
 def module_settings(loader: HeadLoader, options: HeadOptions) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def module_settings(loader: HeadLoader, options: HeadOptions) -> dict[str, Any]:
     counted = head.shape[0] if head is not None and head.shape else info.vocab_size
     named = checkpoint.config.get("draft_vocab_size") is not None
     return {
-        "layers": layer_config(checkpoint, options, rows),
+        "layers": layer_config(checkpoint, options.layers, rows),
         "target_hidden_size": info.hidden_size,
         "num_features": len(options.features),
         "draft_vocab_size": read_size(checkpoint, "draft_vocab_size") if named else counted,

@@ -35,9 +35,6 @@ class Reader:
 
     checkpoint: Checkpoint
     sources: list[Choice] = field(default_factory=list)
-    default_features: Callable[[int], Sequence[int]] = range
-    """Gives the default indices of hidden states, for the number of layers of a target."""
-    default_source: str = "default"
     part: str = "eagle_config"
     """The part of the configuration that holds the keys of this kind of head."""
     id_keys: Sequence[str] = ID_KEYS
@@ -75,26 +72,32 @@ class Reader:
         source, value = (found[0][1], found[0][2]) if found else ("default", default)
         return bool(self.note(name, value, source))
 
-    def features(self, given: Sequence[int] | None, layers: int | None, fc: bool) -> tuple[int, ...] | None:
-        """The indices k of the hidden states hs[k] that the head reads, checked against ``layers`` if that is known."""
+    def features(
+        self, given: Sequence[int] | None, layers: int | None, default: Callable[[int], Sequence[int]], source: str
+    ) -> tuple[int, ...] | None:
+        """The indices k of the hidden states hs[k] that the head reads, checked against ``layers`` if that is known.
+
+        Args:
+            given: those that a user gave; None takes the checkpoint's.
+            layers: the number of layers of the target.
+            default: gives the indices for a number of layers, if the checkpoint names none.
+            source: says where these are from.
+        """
         if given is not None:
-            return self._checked(tuple(given), layers, "draft.feature_layers")
-        if not fc:
-            source = "use_aux_hidden_state=false: the last hidden state"
-            return self._checked(None if layers is None else (layers,), layers, source)
+            return self.checked(tuple(given), layers, "draft.feature_layers")
         found = self._declared()
         if found is not None:
-            ids, source = found
+            ids, key = found
             if list(ids) != sorted(ids):
                 raise ConfigError(
-                    f"{source} of {self.checkpoint.path} is {list(ids)}, out of order, and implementations disagree on "
+                    f"{key} of {self.checkpoint.path} is {list(ids)}, out of order, and implementations disagree on "
                     "what that means; set draft.feature_layers to the indices k of hs[k] in the order of fc's columns."
                 )
-            return self._checked(ids, layers, source)
-        default = None if layers is None else self.default_features(layers)
-        if default is not None and list(default) != sorted(default):
-            raise self._unreadable(default, layers, self.default_source)
-        return self._checked(None if default is None else tuple(default), layers, self.default_source)
+            return self.checked(ids, layers, key)
+        usual = None if layers is None else tuple(default(layers))
+        if layers is not None and usual is not None and list(usual) != sorted(usual):
+            raise self._unreadable(usual, layers, source)
+        return self.checked(usual, layers, source)
 
     def _declared(self) -> tuple[tuple[int, ...], str] | None:
         """The indices of hidden states that the configuration names, and the key that names them."""
@@ -114,7 +117,8 @@ class Reader:
             raise ConfigError(f"{self.checkpoint.path} reads the hidden states {told}; set draft.feature_layers.")
         return found[0] if found else None
 
-    def _checked(self, ids: tuple[int, ...] | None, layers: int | None, source: str) -> tuple[int, ...] | None:
+    def checked(self, ids: tuple[int, ...] | None, layers: int | None, source: str) -> tuple[int, ...] | None:
+        """``ids``, which ``source`` names, if a target with ``layers`` layers has these hidden states."""
         known = ids is None or layers is None or all(0 <= k <= layers for k in ids)
         if ids is not None and (not known or not ids or len(set(ids)) != len(ids) or min(ids) < 0):
             raise self._unreadable(ids, layers, source)

@@ -28,30 +28,29 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
+from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.loading import HeadLoader, check_size
-from specgraph.config import DraftConfig
+from specgraph.checkpoints.head_options import HeadOptions, check_mask_token
+from specgraph.checkpoints.loading import HeadLoader
 from specgraph.config.drafters import DFlashDraftConfig
 from specgraph.drafters.base import DraftHead, Target
+from specgraph.drafters.decoder_head import DecoderHeadDrafter
 from specgraph.drafters.dflash_loading import (
     IGNORED,
     MASK_EMBEDDING,
     default_features,
-    load_head,
     read_options,
     stored_tensors,
 )
 from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
 from specgraph.drafters.dflash_saving import z_lab_config
-from specgraph.drafters.heads import HeadDrafter, Record
+from specgraph.drafters.heads import Record
 from specgraph.drafters.parts import FEATURES as INPUT
 from specgraph.drafters.parts import Part, export_parts
 from specgraph.drafters.plan import HeadPlan, plain_layer, random_plan
-from specgraph.drafters.shifted import body_info
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
@@ -68,7 +67,7 @@ published heads."""
 
 
 @dataclass(frozen=True, eq=False)
-class DFlashDrafter(HeadDrafter):
+class DFlashDrafter(DecoderHeadDrafter):
     """Runs a DFlash head: keeps the context of the accepted rows, then drafts one block.
 
     Attributes:
@@ -79,14 +78,16 @@ class DFlashDrafter(HeadDrafter):
     mask_token_id: int = 0
     num_masks: int = 0
 
-    kind: ClassVar[str] = "dflash"
-    Config: ClassVar[type[DraftConfig]] = DFlashDraftConfig
-    reads: ClassVar[str | None] = "DFlash heads (z-lab and speculators layouts)"
-    head: ClassVar[type[nn.Module] | None] = DFlash
-    new_layers: ClassVar[int] = RANDOM_LAYERS
-    returned: ClassVar[str] = "block_logits"
+    kind = "dflash"
+    Config = DFlashDraftConfig
+    reads = "DFlash heads (z-lab and speculators layouts)"
+    head: ClassVar[type[DFlash]] = DFlash
+    shape: ClassVar[type[DFlashConfig]] = DFlashConfig
+    what = "a DFlash head"
+    new_layers = RANDOM_LAYERS
+    returned = "block_logits"
     """The name of the node that holds what the call of a block returned."""
-    random_first_row: ClassVar[int] = 1
+    random_first_row = 1
     """The row of a random head's blocks that gives the first draft."""
 
     @property
@@ -103,7 +104,8 @@ class DFlashDrafter(HeadDrafter):
         )  # fmt: skip
         tokens = step.call(operator.getitem, block, 0, name="block_tokens")
         positions = step.call(operator.getitem, block, 1, name="block_positions")
-        returned = step.draft(**step.bind(BLOCK, "draft"), tokens=tokens, positions=positions, name=self.returned)
+        state = step.program.bind(BLOCK, "draft")
+        returned = step.draft(**state, tokens=tokens, positions=positions, name=self.returned)
         self.draw(step, tokens, returned)
         return 1
 
@@ -116,7 +118,7 @@ class DFlashDrafter(HeadDrafter):
         features = step.call(FEATURES, *step.features(), name="features")
         inputs = {"hidden": features, "positions": step.positions,
                   "num_rows": step.num_emitted}  # fmt: skip
-        step.call(CONTEXT, **{**step.bind(CONTEXT, "draft"), **inputs}, name="context")
+        step.call(CONTEXT, **{**step.program.bind(CONTEXT, "draft"), **inputs}, name="context")
 
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:
@@ -133,22 +135,26 @@ class DFlashDrafter(HeadDrafter):
         return Checkpoint.of(files, cls.kind, "z-lab", "dflash") if known else None
 
     @classmethod
-    def choices(cls, checkpoint: Checkpoint, options: Any, target_layers: int | None) -> tuple[Choice, ...]:
-        """All options of the head."""
-        return read_options(checkpoint, options, target_layers).sources
+    def read_options(cls, checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
+        """Collect the options of the head. Variants with another forward pass are refused."""
+        return read_options(checkpoint, overrides, target_layers)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
-        """Load a head; see :func:`~specgraph.drafters.dflash_loading.load_head`."""
-        check_size(checkpoint, info)
-        found = read_options(checkpoint, options, info.num_layers)
-        loader = HeadLoader(checkpoint, stored_tensors(checkpoint), model, info, "a DFlash head", IGNORED)
-        return load_head(loader, found, cls.module)
+    def loader(cls, checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo) -> HeadLoader:
+        """Reads the tensors, and the mask embedding if the checkpoint has one."""
+        return HeadLoader(checkpoint, stored_tensors(checkpoint), model, info, cls.what, IGNORED)
 
     @classmethod
-    def module(cls, settings: Mapping[str, Any], *, mask_embedding: bool) -> DFlash:
-        """A module of this kind."""
-        return DFlash(DFlashConfig(**settings), mask_embedding=mask_embedding)
+    def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> DFlash:
+        """A head with an embedding of the mask token if the checkpoint has one."""
+        return cls.head(cls.shape(**settings), mask_embedding=MASK_EMBEDDING in loader.stored)
+
+    @classmethod
+    def check_module(cls, loader: HeadLoader, module: DFlash, options: HeadOptions) -> None:
+        """Compare names and shapes. Without an embedding of its own, the mask token needs a row of the embedding."""
+        super().check_module(loader, module, options)
+        if module.mask_embedding is None:
+            check_mask_token(loader, options.mask_token_id, module.embed_tokens.num_embeddings)
 
     @classmethod
     def bind(cls, head: DraftHead, options: Any, target: Target) -> Self:
@@ -160,7 +166,7 @@ class DFlashDrafter(HeadDrafter):
         module: DFlash = head.module
         assert head.mask_token_id is not None  # every head of this kind has one
         count = options.num_speculative_tokens
-        rows, info = num_rows(module.config, count, options.block_rows), body_info(module, type(module).__name__)
+        rows, info = num_rows(module.config, count, options.block_rows), module.info
         exported = cls.export(module, rows - 1, count)
         return cls(count, exported, {CONTEXT: info, BLOCK: info}, head.features, module.draft_to_target,
                    mask_token_id=head.mask_token_id, num_masks=rows - 1)  # fmt: skip
@@ -210,7 +216,8 @@ class DFlashDrafter(HeadDrafter):
                 f"head.feature_layers={list(plan.features)}: heads of this kind read outputs of layers; give indices "
                 "from 1 on."
             )
-        module = cls.module(cls.new_settings(plan), mask_embedding=mask_embedding).to(plan.embedding.device)
+        module = cls.head(cls.shape(**cls.new_settings(plan)), mask_embedding=mask_embedding)
+        module = module.to(plan.embedding.device)
         module.start(plan)
         return DraftHead(module, plan.features, plan.mask_token_id)
 
@@ -272,9 +279,9 @@ def export_block(head: DFlash, num_masks: int, count: int) -> dict[str, fx.Graph
     drafts.
     """
     parts = {
-        FEATURES: Part(head.combine, (INPUT,) * head.num_features),
+        FEATURES: Part(head.combine, (INPUT,) * head.config.num_features),
         CONTEXT: Part(head.keep, ("hidden", "positions")),
         BLOCK: Part(partial(head.draft, count=count), ("tokens", "positions"), num_masks + 1),
     }
-    widths = {INPUT: head.target_hidden_size, "hidden": head.fc.out_features}
+    widths = {INPUT: head.config.target_hidden_size, "hidden": head.fc.out_features}
     return export_parts(head, head.lm_head.weight, widths, parts)

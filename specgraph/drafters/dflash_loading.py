@@ -8,26 +8,20 @@ kinds with the same layers add their own options and their own module.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specgraph.checkpoints.checkpoint import Checkpoint
 from specgraph.checkpoints.files import StoredTensor, load_pickle
-from specgraph.checkpoints.head_options import HeadOptions, check_mask_token, module_settings
+from specgraph.checkpoints.head_options import HeadOptions
 from specgraph.checkpoints.layers import read_layers, read_size
-from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import ID_KEYS, Reader, layer_settings
-from specgraph.checkpoints.vocabulary import read_vocabulary
-from specgraph.drafters.base import DraftHead
-from specgraph.drafters.dflash_module import BlockMask, DFlash
+from specgraph.drafters.dflash_module import BlockMask
+from specgraph.drafters.eagle3 import DEFAULT_SOURCE
 from specgraph.drafters.eagle3 import default_features as eagle3_features
-from specgraph.drafters.shifted import fill_head
 from specgraph.errors import ConfigError
 
 IGNORED = re.compile(r"t2d$|d2t$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
@@ -55,15 +49,8 @@ def default_features(num_draft_layers: int, num_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + index * step) + 1 for index in range(num_draft_layers))
 
 
-def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
-    """Collect the options of a checkpoint. ``target_layers`` is the number of layers of the target, or None.
-
-    Args:
-        overrides: an instance of :class:`~specgraph.drafters.dflash.DFlashDraftConfig`.
-
-    Raises:
-        ConfigError: the head needs something that is not supported, or nothing gives the value of an option.
-    """
+def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | None) -> HeadOptions:
+    """Collect the options of a DFlash head, as :meth:`DecoderHeadDrafter.read_options` says."""
     reader = head_reader(checkpoint)
     refuse_variants(reader, USUAL, "DFlash")
     return common_options(reader, overrides, target_layers, sample_from_anchor(reader, False))
@@ -80,26 +67,19 @@ def head_reader(checkpoint: Checkpoint) -> Reader:
 
 
 def common_options(reader: Reader, overrides: Any, target_layers: int | None, sample_from_anchor: bool) -> HeadOptions:
-    """The options of all heads with these layers; see :func:`read_options`."""
-    shape = read_layers(reader, set(reader.checkpoint.tensors), overrides.rope_theta)
-    reader = _with_defaults(reader, shape.num_layers)
-    features = reader.features(overrides.feature_layers, target_layers, True)
+    """The options of all heads with these layers; ``overrides`` are those of a user."""
+    layers = read_layers(reader, set(reader.checkpoint.tensors), overrides.rope_theta)
+    if reader.checkpoint.layout == "speculators":
+        default: tuple[Any, str] = eagle3_features, DEFAULT_SOURCE
+    else:
+        default = partial(default_features, layers.num_layers), "default: evenly spaced from hs[2] to hs[L - 2]"
+    features = reader.features(overrides.feature_layers, target_layers, *default)
     settings = {
-        "masks": _masks(reader, shape.num_layers, overrides),
+        "masks": _masks(reader, layers.num_layers, overrides),
         "block_size": _block_size(reader, 1 if sample_from_anchor else 2),
         "sample_from_anchor": sample_from_anchor,
     }
-    mask = _mask_token(reader, overrides)
-    return HeadOptions(**vars(shape), features=features, mask_token_id=mask, settings=settings,
-                       sources=tuple(reader.sources))  # fmt: skip
-
-
-def _with_defaults(reader: Reader, num_draft_layers: int) -> Reader:
-    """The reader with the hidden states that heads of this layout read if their configuration names none."""
-    if reader.checkpoint.layout == "speculators":
-        return replace(reader, default_features=eagle3_features, default_source="default: 2, L // 2, L - 3")
-    return replace(reader, default_features=partial(default_features, num_draft_layers),
-                   default_source="default: evenly spaced from hs[2] to hs[L - 2]")  # fmt: skip
+    return HeadOptions(layers, features, _mask_token(reader, overrides), settings, reader.sources)
 
 
 def refuse_variants(reader: Reader, usual: dict[str, tuple[Any, ...]], kind: str) -> None:
@@ -195,29 +175,6 @@ def read_mask_embedding(path: Path) -> tuple[Tensor, int | None] | None:
         raise ConfigError(f"{file} holds no tensor 'embedding'; remove the file or download it again.")
     token = found.get("mask_token_id")
     return embedding.flatten(), None if token is None else int(token)
-
-
-def load_head(loader: HeadLoader, options: HeadOptions, make: Callable[..., DFlash]) -> DraftHead:
-    """Build the head on the target's device and in its dtype.
-
-    Args:
-        loader: its files, with :func:`stored_tensors`.
-        options: how they are used, as :func:`read_options` says.
-        make: makes the module without weights, of the fields of its configuration, and of ``mask_embedding``.
-
-    Raises:
-        ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
-    """
-    settings = module_settings(loader, options)
-    with torch.device("meta"):
-        module = make(settings, mask_embedding=MASK_EMBEDDING in loader.stored)
-    loader.add_biases(module, without=("lm_head",))
-    loader.check(module)
-    if module.mask_embedding is None:
-        check_mask_token(loader, options.mask_token_id, module.embed_tokens.num_embeddings)
-    fill_head(loader, module, module.config.layers)
-    module.draft_to_target = read_vocabulary(loader, module.config.draft_vocab_size)
-    return DraftHead(module.eval(), options.features or (), options.mask_token_id)
 
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:

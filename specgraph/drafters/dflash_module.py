@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
+from specgraph.drafters.decoder_head import LAYERS, DecoderHead, DecoderHeadConfig
 from specgraph.drafters.dflash_blocks import Attend, TextBlocks, attend_in_block
 from specgraph.drafters.plan import HeadPlan
-from specgraph.drafters.shifted import LAYERS, borrow, match_norm
 
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine ``[B, T, D]`` of the rotary embedding."""
@@ -42,26 +42,17 @@ class BlockMask:
 
 
 @dataclass(frozen=True)
-class DFlashConfig:
+class DFlashConfig(DecoderHeadConfig):
     """The shape of a DFlash head.
 
     Attributes:
-        layers: transformers' configuration of the decoder layers, with a ``model_type`` in
-            :data:`~specgraph.drafters.shifted.LAYERS`. Its ``vocab_size`` is the number of rows of the embedding.
         masks: what the rows of a block see, for each layer.
-        target_hidden_size: the width of one hidden state of the target.
-        num_features: how many hidden states of the target the head reads.
-        draft_vocab_size: the width of the logits.
         block_size: the rows of the blocks that the head was trained on, the anchor included.
         sample_from_anchor: whether a row predicts the token behind its own position, so that the anchor's row gives the
             first draft. Else a row predicts the token at its own position, and the anchor's row gives none.
     """
 
-    layers: PretrainedConfig
     masks: tuple[BlockMask, ...]
-    target_hidden_size: int
-    num_features: int
-    draft_vocab_size: int
     block_size: int
     sample_from_anchor: bool = False
 
@@ -112,30 +103,23 @@ class DFlashLayer(nn.Module):
         return torch.unflatten(x, 2, (-1, self.self_attn.head_dim)).transpose(1, 2)
 
 
-class DFlash(nn.Module):
+class DFlash(DecoderHead):
     """A DFlash head. Its parameters have the names of the files.
 
-    ``draft_to_target`` is a buffer, int64 ``[Vd]``, or None. ``mask_embedding`` is a parameter ``[H]`` that takes the
+    ``mask_embedding`` is a parameter ``[H]`` that takes the
     place of the embedding of the mask token, or None.
     """
 
     def __init__(self, config: DFlashConfig, *, mask_embedding: bool = False) -> None:
-        super().__init__()
-        layers = config.layers
-        _, rotary, norm = LAYERS[layers.model_type]
-        size, eps = layers.hidden_size, layers.rms_norm_eps
-        self.config = config
-        self.num_features, self.target_hidden_size = config.num_features, config.target_hidden_size
-        self.embed_tokens = nn.Embedding(layers.vocab_size, size)
+        super().__init__(config)
+        layers = self.config.layers
+        norm, size, eps = LAYERS[layers.model_type][2], layers.hidden_size, layers.rms_norm_eps
         self.fc = nn.Linear(config.num_features * config.target_hidden_size, size, bias=False)
         self.hidden_norm = norm(size, eps=eps)
         self.layers = nn.ModuleList(DFlashLayer(layers, i, mask) for i, mask in enumerate(config.masks))
         self.norm = norm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self.rotary = rotary(layers)
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if mask_embedding else None
-        self.draft_to_target: Tensor | None
-        self.register_buffer("draft_to_target", None)
 
     def combine(self, *features: Tensor) -> Tensor:
         """The rows ``[B, T, H]`` of the context, from the target's features ``[B, T, Ht]``."""
@@ -230,10 +214,6 @@ class DFlash(nn.Module):
     @torch.no_grad()
     def start(self, plan: HeadPlan) -> None:
         """Borrow the target's embedding and projection, and draw an embedding for the mask token of their size."""
-        borrow(self, plan)
+        self.borrow(plan)
         if self.mask_embedding is not None:
             nn.init.normal_(self.mask_embedding, std=float(plan.embedding.float().std()))
-
-    def match_scale(self, hidden: Tensor) -> None:
-        """Start the last norm with the scale of ``hidden`` ``[B, S, Ht]``, which the target's projection reads."""
-        match_norm(self.norm, hidden)

@@ -18,27 +18,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import fx, nn
-from transformers import PreTrainedModel
+from torch import fx
 
-from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
+from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.loading import HeadLoader, check_size
-from specgraph.config import DraftConfig
+from specgraph.checkpoints.head_options import HeadOptions
+from specgraph.checkpoints.loading import HeadLoader
 from specgraph.config.drafters import DSparkDraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash import DFlashDrafter, export_block
-from specgraph.drafters.dflash_loading import IGNORED, load_head, stored_tensors
+from specgraph.drafters.dflash_module import DFlash
 from specgraph.drafters.dspark_loading import check_tokens, deepspec_config, read_options
 from specgraph.drafters.dspark_module import DSpark, DSparkConfig
 from specgraph.drafters.heads import Record
 from specgraph.drafters.parts import Part, export_parts
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
-from specgraph.ir.model_info import ModelInfo
 
 MARKOV, CONFIDENCE = "draft_markov", "draft_confidence"
 """The modules that DSpark adds to those of DFlash. The first corrects the logits of one row, and the second estimates
@@ -49,12 +47,14 @@ which drafts of a block will be accepted."""
 class DSparkDrafter(DFlashDrafter):
     """Runs a DSpark head: keeps the context, runs one block, and draws its drafts one after the other."""
 
-    kind: ClassVar[str] = "dspark"
-    Config: ClassVar[type[DraftConfig]] = DSparkDraftConfig
-    reads: ClassVar[str | None] = "DSpark heads (DeepSpec and speculators layouts)"
-    head: ClassVar[type[nn.Module] | None] = DSpark
-    returned: ClassVar[str] = "block_outputs"
-    random_first_row: ClassVar[int] = 0
+    kind = "dspark"
+    Config = DSparkDraftConfig
+    reads = "DSpark heads (DeepSpec and speculators layouts)"
+    head = DSpark
+    shape = DSparkConfig
+    what = "a DSpark head"
+    returned = "block_outputs"
+    random_first_row = 0
 
     def draw(self, step: DraftStep, tokens: fx.Node, returned: fx.Node) -> None:
         """Append a call of :data:`MARKOV` and a draw for each draft, and a call of :data:`CONFIDENCE` for all."""
@@ -106,23 +106,15 @@ class DSparkDrafter(DFlashDrafter):
         return Checkpoint.of(files, cls.kind, "deepspec", cls.kind) if known else None
 
     @classmethod
-    def choices(cls, checkpoint: Checkpoint, options: Any, target_layers: int | None) -> tuple[Choice, ...]:
-        """All options of the head."""
-        return read_options(checkpoint, options, target_layers).sources
+    def read_options(cls, checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
+        """Collect the options of the head. Variants with another forward pass are refused."""
+        return read_options(checkpoint, overrides, target_layers)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
-        """Load a head; see :func:`~specgraph.drafters.dflash_loading.load_head`."""
-        check_size(checkpoint, info)
-        found = read_options(checkpoint, options, info.num_layers)
-        check_tokens(checkpoint, found, info)
-        loader = HeadLoader(checkpoint, stored_tensors(checkpoint), model, info, "a DSpark head", IGNORED)
-        return load_head(loader, found, cls.module)
-
-    @classmethod
-    def module(cls, settings: Mapping[str, Any], *, mask_embedding: bool) -> DSpark:
-        """A module of this kind."""
-        return DSpark(DSparkConfig(**settings), mask_embedding=mask_embedding)
+    def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> DFlash:
+        """A head whose Markov head embeds every token of the target."""
+        check_tokens(loader, settings)
+        return super().make_module(loader, settings)
 
     @classmethod
     def export(cls, module: Any, num_masks: int, count: int) -> dict[str, fx.GraphModule]:

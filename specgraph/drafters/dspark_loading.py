@@ -8,39 +8,27 @@ have the same names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from specgraph.checkpoints.checkpoint import Checkpoint
 from specgraph.checkpoints.head_options import HeadOptions
+from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import Reader
 from specgraph.drafters.base import DraftHead
-from specgraph.drafters.dflash_loading import (
-    USUAL,
-    common_options,
-    head_reader,
-    refuse_variants,
-    sample_from_anchor,
-)
+from specgraph.drafters.dflash_loading import USUAL, common_options, head_reader, refuse_variants, sample_from_anchor
 from specgraph.drafters.dflash_saving import z_lab_config
 from specgraph.drafters.dspark_module import MARKOV_KINDS, DSparkConfig
 from specgraph.errors import ConfigError
-from specgraph.ir.model_info import ModelInfo
 
 W1, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 UNUSUAL: dict[str, tuple[Any, ...]] = {**USUAL, "dspark_draft_topk": (None, 0)}
 """Keys of variants, and the values that mean none of that, as in :data:`~specgraph.drafters.dflash_loading.USUAL`."""
 
 
-def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
-    """Collect the options of a checkpoint. ``target_layers`` is the number of layers of the target, or None.
-
-    Args:
-        overrides: an instance of :class:`~specgraph.drafters.dspark.DSparkDraftConfig`.
-
-    Raises:
-        ConfigError: the head needs something that is not supported, or nothing gives the value of an option.
-    """
+def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | None) -> HeadOptions:
+    """Collect the options of a DSpark head, as :meth:`DecoderHeadDrafter.read_options` says."""
     reader = head_reader(checkpoint)
     refuse_variants(reader, UNUSUAL, "DSpark")
     added = _markov(reader)
@@ -82,18 +70,15 @@ def _confidence(reader: Reader, has_markov: bool) -> dict[str, Any]:
     return {"confidence": enabled, "confidence_with_markov": with_markov}
 
 
-def check_tokens(checkpoint: Checkpoint, options: HeadOptions, info: ModelInfo) -> None:
+def check_tokens(loader: HeadLoader, settings: Mapping[str, Any]) -> None:
     """Refuse a Markov head that does not embed every token of the target.
 
     Raises:
         ConfigError: names both sizes.
     """
-    rows = options.settings["markov_rows"]
-    if W1 in checkpoint.tensors and options.settings["markov_rank"] and rows < info.vocab_size:
-        raise ConfigError(
-            f"{checkpoint.path} does not fit: {W1} has {rows} rows, but the target {info.name} has a "
-            f"vocabulary of {info.vocab_size}."
-        )
+    rows, size = settings["markov_rows"], loader.info.vocab_size
+    if W1 in loader.stored and settings["markov_rank"] and rows < size:
+        raise loader.unfit(f"{W1} has {rows} rows", f"has a vocabulary of {size}")
 
 
 def deepspec_config(head: DraftHead, target_name: str) -> dict[str, Any]:

@@ -11,26 +11,26 @@ Source: Li et al. 2024, EAGLE (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858);
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
 
-from specgraph.checkpoints.checkpoint import EMBEDDING, Checkpoint, Choice
+from specgraph.checkpoints.checkpoint import EMBEDDING, Checkpoint
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.layers import LayerShape, layer_config, read_layers
+from specgraph.checkpoints.head_options import HeadOptions
+from specgraph.checkpoints.layers import read_layers
 from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import Reader
-from specgraph.config import DraftConfig
 from specgraph.config.drafters import EagleDraftConfig
 from specgraph.drafters.base import DraftHead
+from specgraph.drafters.decoder_head import LAYERS, DecoderHeadConfig
 from specgraph.drafters.heads import Record
 from specgraph.drafters.plan import HeadPlan
-from specgraph.drafters.shifted import LAYERS, ShiftedDrafter, ShiftedHead, borrow, causal_layers, fill_head
+from specgraph.drafters.shifted import ShiftedDrafter, ShiftedHead
 from specgraph.errors import ConfigError
-from specgraph.ir.model_info import ModelInfo
 
 OTHERS = ("hidden_norm.weight", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight")
 """Norms that DFlash heads, EAGLE-3 heads and whole decoders have. An EAGLE head has no norm before its first layer."""
@@ -39,21 +39,15 @@ OTHERS = ("hidden_norm.weight", "layers.0.hidden_norm.weight", "layers.0.input_l
 class Eagle(ShiftedHead):
     """An EAGLE head. Its parameters have the names that they have in the files."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        """Make the layers from ``config``, Llama's or Qwen3's configuration, with the ``vocab_size`` of the target."""
-        super().__init__()
-        self.config = causal_layers(config)
-        plain, rotary, _ = LAYERS[config.model_type]
-        size = config.hidden_size
-        self.num_features, self.target_hidden_size = 1, size
-        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+    def __init__(self, config: DecoderHeadConfig) -> None:
+        super().__init__(config)
+        layers = self.config.layers
+        plain, size = LAYERS[layers.model_type][0], layers.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
-        self.layers = nn.ModuleList(plain(self.config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(plain(layers, index) for index in range(layers.num_hidden_layers))
         self.layers[0].input_layernorm = nn.Identity()  # the first layer has no norm before it
-        self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
-        self.rotary = rotary(self.config)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.mask_hidden = None
-        self.register_buffer("draft_to_target", None)
 
     def combine(self, *features: Tensor) -> Tensor:
         """The target's last hidden state, unchanged."""
@@ -84,15 +78,19 @@ class Eagle(ShiftedHead):
         """Logits ``[B, R, V]`` of rows that :meth:`forward` gave, and these rows, since there is no last norm."""
         return self.lm_head(hidden), hidden
 
+    def match_scale(self, hidden: Tensor) -> None:
+        """Do nothing, because there is no last norm, and a new head passes on a hidden state of the right scale."""
+
 
 @dataclass(frozen=True, eq=False)
 class EagleDrafter(ShiftedDrafter):
     """Runs an EAGLE head as a chain."""
 
-    kind: ClassVar[str] = "eagle"
-    Config: ClassVar[type[DraftConfig]] = EagleDraftConfig
-    reads: ClassVar[str | None] = "EAGLE-1 and EAGLE-2 heads"
-    head: ClassVar[type[nn.Module] | None] = Eagle
+    kind = "eagle"
+    Config = EagleDraftConfig
+    reads = "EAGLE-1 and EAGLE-2 heads"
+    head = Eagle
+    what = "an EAGLE head"
 
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:
@@ -110,29 +108,24 @@ class EagleDrafter(ShiftedDrafter):
         return None if whole else Checkpoint.of(files, cls.kind, "eagle", "eagle")
 
     @classmethod
-    def choices(
-        cls, checkpoint: Checkpoint, options: EagleDraftConfig, target_layers: int | None
-    ) -> tuple[Choice, ...]:
+    def read_options(
+        cls, checkpoint: Checkpoint, overrides: EagleDraftConfig, target_layers: int | None = None
+    ) -> HeadOptions:
         """The options of the decoder layers, and the base of the rotary embedding."""
-        reader = Reader(checkpoint)
-        _shape(reader, options)
-        return tuple(reader.sources)
+        reader, names = Reader(checkpoint), checkpoint.tensors
+        reader.note("biases", any(name.endswith(".bias") for name in names), "tensors")
+        layers = read_layers(reader, names, overrides.rope_theta)
+        features = None if target_layers is None else cls.feature_layers(target_layers)
+        return HeadOptions(layers, features, sources=reader.sources)
 
     @classmethod
-    def load(
-        cls, checkpoint: Checkpoint, options: EagleDraftConfig, model: PreTrainedModel, info: ModelInfo
-    ) -> DraftHead:
-        """Load a head. A checkpoint may lack the embedding and the projection, which are then the target's own."""
-        loader = HeadLoader(checkpoint, checkpoint.tensors, model, info, "an EAGLE head")
-        layers = layer_config(checkpoint, _shape(Reader(checkpoint), options), len(loader.own[EMBEDDING]))
-        if layers.hidden_size != info.hidden_size:
-            raise loader.unfit(f"it has the hidden size {layers.hidden_size}", f"has {info.hidden_size}")
-        with torch.device("meta"):
-            module = Eagle(layers)
-        loader.add_biases(module, without=("lm_head",))
-        loader.check(module)
-        fill_head(loader, module, layers)
-        return DraftHead(module.eval(), cls.feature_layers(info.num_layers))
+    def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> Eagle:
+        """A head whose embedding and projection have the rows of the target's."""
+        config = DecoderHeadConfig(**settings)
+        if config.layers.hidden_size != loader.info.hidden_size:
+            raise loader.unfit(f"it has the hidden size {config.layers.hidden_size}", f"has {loader.info.hidden_size}")
+        config.layers.vocab_size = rows = len(loader.own[EMBEDDING])
+        return Eagle(replace(config, draft_vocab_size=rows))
 
     @classmethod
     def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
@@ -140,15 +133,16 @@ class EagleDrafter(ShiftedDrafter):
         cls.check_plan(plan, "An EAGLE head reads", "An EAGLE head drafts")
         if plan.norm_before_residual:
             raise ConfigError("An EAGLE head has no norm of its hidden state; leave head.norm_before_residual out.")
-        module = Eagle(plan.layers).to(plan.embedding.device)
-        borrow(module, plan)
+        rows, size = plan.embedding.shape
+        module = Eagle(DecoderHeadConfig(plan.layers, size, 1, rows)).to(plan.embedding.device)
+        module.borrow(plan)
         module.start_from_hidden()
         return DraftHead(module, plan.features)
 
     @classmethod
     def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
         """The configuration of SafeAILab's layout."""
-        layers: Any = head.module.config
+        layers: Any = head.module.config.layers
         return {
             **layers.to_diff_dict(),
             "architectures": ["LlamaForCausalLM"],
@@ -156,10 +150,3 @@ class EagleDrafter(ShiftedDrafter):
             "bias": head.module.fc.bias is not None,
             "base_model_name_or_path": record.target_name,
         }
-
-
-def _shape(reader: Reader, options: EagleDraftConfig) -> LayerShape:
-    """The decoder layers of a head and their rotary embedding; ``reader`` notes where both were found."""
-    names = reader.checkpoint.tensors
-    reader.note("biases", any(name.endswith(".bias") for name in names), "tensors")
-    return read_layers(reader, names, options.rope_theta)

@@ -11,28 +11,26 @@ Source: Li et al. 2025 (arXiv 2503.01840); parallel drafting: P-EAGLE (Amazon, 2
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
+from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.head_options import HeadOptions, check_mask_token, module_settings
+from specgraph.checkpoints.head_options import HeadOptions, check_mask_token
 from specgraph.checkpoints.layers import read_layers
-from specgraph.checkpoints.loading import HeadLoader, check_size
+from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import Reader
-from specgraph.checkpoints.vocabulary import read_vocabulary
-from specgraph.config import DraftConfig
 from specgraph.config.drafters import Eagle3DraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3_module import Eagle3, Eagle3Config
 from specgraph.drafters.heads import Record
 from specgraph.drafters.plan import HeadPlan
-from specgraph.drafters.shifted import ShiftedDrafter, borrow, fill_head
+from specgraph.drafters.shifted import ShiftedDrafter
 from specgraph.drafters.speculators import speculators_config
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
@@ -40,6 +38,8 @@ from specgraph.ir.model_info import ModelInfo
 IGNORED = re.compile(r"t2d$|d2t$|mask_hidden$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
 """Tensors that are not parameters of the module: others read them, they are computed, or only training needs them."""
 
+DEFAULT_SOURCE = "default: 2, L // 2, L - 3"
+"""What reports say of :func:`default_features`."""
 RANDOM_VOCAB = 32000
 """How many tokens a random head can draft, which is the number of published EAGLE-3 heads for Llama. With a smaller
 vocabulary, it can draft all tokens."""
@@ -49,10 +49,11 @@ vocabulary, it can draft all tokens."""
 class Eagle3Drafter(ShiftedDrafter):
     """Runs an EAGLE-3 head, as a chain of calls or in parallel."""
 
-    kind: ClassVar[str] = "eagle3"
-    Config: ClassVar[type[DraftConfig]] = Eagle3DraftConfig
-    reads: ClassVar[str | None] = "EAGLE-3 and P-EAGLE heads (EAGLE, SpecForge, NVIDIA and speculators layouts)"
-    head: ClassVar[type[nn.Module] | None] = Eagle3
+    kind = "eagle3"
+    Config = Eagle3DraftConfig
+    reads = "EAGLE-3 and P-EAGLE heads (EAGLE, SpecForge, NVIDIA and speculators layouts)"
+    head = Eagle3
+    what = "an EAGLE-3 head"
 
     @classmethod
     def called(cls, parallel: bool) -> str:
@@ -62,57 +63,76 @@ class Eagle3Drafter(ShiftedDrafter):
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:
         """Recognise heads of speculators and SpecForge by their configuration, others by the names of their tensors."""
-        config, names = files.config, files.tensors
-        declared, classes = config.get("speculators_model_type"), architectures(config)
-        other = declared is not None and declared not in ("eagle3", "peagle")
-        if other or "Eagle3DeepseekV2ForCausalLM" in classes:
+        names, classes = files.tensors, architectures(files.config)
+        declared = files.config.get("speculators_model_type")
+        if declared not in (None, "eagle3", "peagle") or "Eagle3DeepseekV2ForCausalLM" in classes:
             return None
-        parallel = declared == "peagle" if declared is not None else "mask_hidden" in names
-        if declared is not None:
-            layout = "speculators"
-        elif any(name.endswith("Eagle3") for name in classes) or _has_names(names):
-            layout = _layout(classes, names)
-        else:
+        named, midlayer = any(name.endswith("Eagle3") for name in classes), _has_midlayer(names)
+        if declared is None and not (named or midlayer or "layers.0.hidden_norm.weight" in names):
             return None
+        parallel = "mask_hidden" in names if declared is None else declared == "peagle"
+        layout = "speculators" if declared else "nvidia" if not midlayer else "specforge" if named else "eagle"
         return Checkpoint.of(files, cls.kind, layout, "peagle" if parallel else "eagle3", parallel=parallel)
 
     @classmethod
-    def choices(
-        cls, checkpoint: Checkpoint, options: Eagle3DraftConfig, target_layers: int | None
-    ) -> tuple[Choice, ...]:
-        """All options of the head."""
-        return read_options(checkpoint, options, target_layers).sources
+    def read_options(
+        cls, checkpoint: Checkpoint, overrides: Eagle3DraftConfig, target_layers: int | None = None
+    ) -> HeadOptions:
+        """Collect the options of the head. Variants with another forward pass are refused."""
+        names = {layer_name(name) for name in checkpoint.tensors}
+        reader = Reader(checkpoint)
+        _refuse_variants(reader)
+        layers = read_layers(reader, names, overrides.rope_theta)
+        fc = reader.flag("use_aux_hidden_state", True)
+        if fc or overrides.feature_layers is not None:
+            features = reader.features(overrides.feature_layers, target_layers, default_features, DEFAULT_SOURCE)
+        else:
+            last = None if target_layers is None else (target_layers,)
+            features = reader.checked(last, target_layers, "use_aux_hidden_state=false: the last hidden state")
+        settings = {
+            "fc": fc,
+            "input_norm": reader.flag("use_input_layernorm_in_first_layer", True),
+            "last_norm": reader.flag("use_last_layernorm", True),
+            "norm_before_residual": reader.flag("norm_before_residual", False, overrides.norm_before_residual),
+            "norm_before_fc": reader.flag("norm_before_fc", "input_norm.weight" in names),
+            "fc_norm": reader.flag("fc_norm", any(name.startswith("fc_norm.") for name in names)),
+            "norm_output": reader.flag("norm_output", False, overrides.norm_output),
+        }
+        mask = reader.mask(overrides, "mask_hidden" in names)
+        return HeadOptions(layers, features, mask, settings, reader.sources)
 
     @classmethod
-    def load(
-        cls, checkpoint: Checkpoint, options: Eagle3DraftConfig, model: PreTrainedModel, info: ModelInfo
-    ) -> DraftHead:
-        """Load a head. :func:`read_options` chooses its options."""
-        if checkpoint.kind != cls.kind:
-            raise ConfigError(
-                f"{checkpoint.path} is a {checkpoint.algorithm}, a model of its own, not an EAGLE-3 head."
-            )
-        check_size(checkpoint, info)
-        found = read_options(checkpoint, options, info.num_layers)
+    def loader(cls, checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo) -> HeadLoader:
+        """Reads the tensors by their names in the speculators layout."""
         stored = {layer_name(name): tensor for name, tensor in checkpoint.tensors.items()}
-        old = any(name.startswith("midlayer.") for name in checkpoint.tensors)
-        loader = HeadLoader(
-            checkpoint, stored, model, info, "an EAGLE-3 head", IGNORED,
+        old = _has_midlayer(checkpoint.tensors)
+        return HeadLoader(
+            checkpoint, stored, model, info, cls.what, IGNORED,
             lambda name: re.sub(r"^layers\.0\.", "midlayer.", name) if old else name,
         )  # fmt: skip
-        config = Eagle3Config(**module_settings(loader, found))
+
+    @classmethod
+    def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> Eagle3:
+        """A head with a ``mask_hidden`` if the checkpoint has one."""
+        config, info = Eagle3Config(**settings), loader.info
         if not config.fc and config.layers.hidden_size != info.hidden_size:
             raise loader.unfit(
                 f"it has no fc and the hidden size {config.layers.hidden_size}", f"has {info.hidden_size}"
             )
-        with torch.device("meta"):
-            module = Eagle3(config, parallel="mask_hidden" in stored)
-        loader.add_biases(module, without=("lm_head",))
+        return Eagle3(config, parallel="mask_hidden" in loader.stored)
+
+    @classmethod
+    def check_module(cls, loader: HeadLoader, module: Eagle3, options: HeadOptions) -> None:
+        """Compare names and shapes. A ``mask_hidden`` may have any of three shapes."""
         loader.check(module, apart=("mask_hidden",))
-        _check_mask(loader, module, found.mask_token_id)
-        fill_head(loader, module, config.layers)
-        module.draft_to_target = read_vocabulary(loader, config.draft_vocab_size)
-        return DraftHead(module.eval(), found.features or (), found.mask_token_id, checkpoint.parallel)
+        width, found = module.config.feature_size, loader.stored.get("mask_hidden")
+        if found is not None:
+            if found.shape not in ((1, 1, width), (1, width), (width,)):
+                raise loader.unfit(f"mask_hidden has the shape {list(found.shape)}", f"needs {[1, 1, width]}")
+            check_mask_token(loader, options.mask_token_id, module.embed_tokens.num_embeddings)
+        elif loader.checkpoint.algorithm == "peagle":
+            path = loader.checkpoint.path
+            raise ConfigError(f"{path} lacks mask_hidden, of shape {[1, 1, width]}; P-EAGLE needs it.")
 
     @classmethod
     def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
@@ -135,7 +155,7 @@ class Eagle3Drafter(ShiftedDrafter):
             norm_before_residual=plan.norm_before_residual,
         )
         module = Eagle3(config, parallel=parallel).to(plan.embedding.device)
-        borrow(module, plan)
+        module.borrow(plan)
         if module.mask_hidden is not None:
             nn.init.normal_(module.mask_hidden)  # at zero, the norm that reads it would have a huge gradient
         return DraftHead(module, plan.features, plan.mask_token_id if parallel else None, parallel)
@@ -165,14 +185,9 @@ class Eagle3Drafter(ShiftedDrafter):
         return found
 
 
-def _has_names(names: Mapping[str, Any]) -> bool:
-    return any(name.startswith("midlayer.") for name in names) or "layers.0.hidden_norm.weight" in names
-
-
-def _layout(classes: list[str], names: Mapping[str, Any]) -> str:
-    if not any(name.startswith("midlayer.") for name in names):
-        return "nvidia"
-    return "specforge" if any(name.endswith("Eagle3") for name in classes) else "eagle"
+def _has_midlayer(names: Iterable[str]) -> bool:
+    """Whether the first decoder layer has the name of EAGLE's own layout."""
+    return any(name.startswith("midlayer.") for name in names)
 
 
 def default_features(num_layers: int) -> tuple[int, int, int]:
@@ -188,32 +203,6 @@ def layer_name(name: str) -> str:
     return re.sub(r"^midlayer\.", "layers.0.", name)
 
 
-def read_options(checkpoint: Checkpoint, overrides: Eagle3DraftConfig, target_layers: int | None = None) -> HeadOptions:
-    """Collect the options of an EAGLE-3 checkpoint. ``target_layers`` is the number of layers of the target, or None.
-
-    Raises:
-        ConfigError: the head needs something that is not supported, or nothing gives the value of an option.
-    """
-    names = {layer_name(name) for name in checkpoint.tensors}
-    reader = Reader(checkpoint, default_features=default_features, default_source="default: 2, L // 2, L - 3")
-    _refuse_variants(reader)
-    shape = read_layers(reader, names, overrides.rope_theta)
-    fc = reader.flag("use_aux_hidden_state", True)
-    features = reader.features(overrides.feature_layers, target_layers, fc)
-    settings = {
-        "fc": fc,
-        "input_norm": reader.flag("use_input_layernorm_in_first_layer", True),
-        "last_norm": reader.flag("use_last_layernorm", True),
-        "norm_before_residual": reader.flag("norm_before_residual", False, overrides.norm_before_residual),
-        "norm_before_fc": reader.flag("norm_before_fc", "input_norm.weight" in names),
-        "fc_norm": reader.flag("fc_norm", any(name.startswith("fc_norm.") for name in names)),
-        "norm_output": reader.flag("norm_output", False, overrides.norm_output),
-    }
-    mask = reader.mask(overrides, "mask_hidden" in names)
-    return HeadOptions(**vars(shape), features=features, mask_token_id=mask, settings=settings,
-                       sources=tuple(reader.sources))  # fmt: skip
-
-
 def _refuse_variants(reader: Reader) -> None:
     """Refuse variants of ModelOpt that have another forward pass."""
     for name, usual in (("next_layer_regular", True), ("use_mtp_layernorm", False)):
@@ -227,15 +216,3 @@ def _refuse_variants(reader: Reader) -> None:
             f"{reader.checkpoint.path} has parallel_draft_step={reader.nested['parallel_draft_step']}, extra heads "
             "that specgraph does not run; it drafts in parallel by heads with a mask_hidden (P-EAGLE)."
         )
-
-
-def _check_mask(loader: HeadLoader, module: Eagle3, token: int | None) -> None:
-    width, found = module.config.feature_size, loader.stored.get("mask_hidden")
-    if found is None:
-        if loader.checkpoint.algorithm == "peagle":
-            path = loader.checkpoint.path
-            raise ConfigError(f"{path} lacks mask_hidden, of shape {[1, 1, width]}; P-EAGLE needs it.")
-        return
-    if found.shape not in ((1, 1, width), (1, width), (width,)):
-        raise loader.unfit(f"mask_hidden has the shape {list(found.shape)}", f"needs {[1, 1, width]}")
-    check_mask_token(loader, token, module.embed_tokens.num_embeddings)

@@ -5,26 +5,21 @@ Source: Li et al. 2025 (arXiv 2503.01840); the variants are those of speculators
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from specgraph.drafters.shifted import LAYERS, ShiftedHead, causal_layers, match_norm
+from specgraph.drafters.decoder_head import LAYERS, DecoderHeadConfig
+from specgraph.drafters.shifted import ShiftedHead
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(DecoderHeadConfig):
     """The shape of an EAGLE-3 head.
 
     Attributes:
-        layers: transformers' configuration of the decoder layers, with a ``model_type`` in :data:`LAYERS`. Its
-            ``vocab_size`` is the number of rows of the embedding.
-        target_hidden_size: the width of one hidden state of the target.
-        num_features: how many hidden states of the target the head reads.
-        draft_vocab_size: the width of the logits.
         norm_before_residual: whether the first layer's residual is the normed hidden state, and not the hidden state
             itself.
         norm_before_fc: whether one norm is applied to the concatenated features before the projection.
@@ -35,10 +30,6 @@ class Eagle3Config:
         last_norm: whether there is a norm before the vocabulary projection.
     """
 
-    layers: PretrainedConfig
-    target_hidden_size: int
-    num_features: int
-    draft_vocab_size: int
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -82,34 +73,23 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3(ShiftedHead):
-    """An EAGLE-3 head. Its parameters have the names of the speculators layout.
-
-    ``draft_to_target`` is a buffer, int64 ``[Vd]``, or None. ``mask_hidden`` is a parameter ``[A * Ht]``, or None;
-    ``A`` is the number of features and ``Ht`` the width of each.
-    """
+    """An EAGLE-3 head. Its parameters have the names of the speculators layout."""
 
     def __init__(self, config: Eagle3Config, *, parallel: bool = False) -> None:
-        super().__init__()
-        layers = causal_layers(config.layers)
-        config = replace(config, layers=layers)
-        width = config.feature_size
-        plain, rotary, norm = LAYERS[layers.model_type]
+        super().__init__(config)
+        layers, width = self.config.layers, config.feature_size
+        plain, _, norm = LAYERS[layers.model_type]
         size, eps = layers.hidden_size, layers.rms_norm_eps
-        self.config = config
-        self.num_features, self.target_hidden_size = config.num_features, config.target_hidden_size
-        self.embed_tokens = nn.Embedding(layers.vocab_size, size)
         self.input_norm = norm(width, eps=eps) if config.norm_before_fc else nn.Identity()
         each = config.num_features if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(norm(config.target_hidden_size, eps=eps) for _ in range(each))
         self.fc: nn.Module = nn.Linear(width, size, bias=False) if config.fc else nn.Identity()
         self.layers = nn.ModuleList(
-            [FirstLayer(config), *(plain(layers, index) for index in range(1, layers.num_hidden_layers))]
+            [FirstLayer(self.config), *(plain(layers, index) for index in range(1, layers.num_hidden_layers))]
         )
         self.norm = norm(size, eps=eps) if config.last_norm else nn.Identity()
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self.rotary = rotary(layers)
         self.mask_hidden = nn.Parameter(torch.zeros(width)) if parallel else None
-        self.register_buffer("draft_to_target", None)
 
     def combine(self, *features: Tensor) -> Tensor:
         """The hidden state ``[B, T, H]`` that the first layer reads, from the target's features ``[B, T, Ht]``."""
@@ -141,7 +121,3 @@ class Eagle3(ShiftedHead):
         """The hidden state that the next draft reads: before or after the last norm, as ``norm_output`` says."""
         normed: Tensor = self.norm(hidden) if self.config.norm_output else hidden
         return normed
-
-    def match_scale(self, hidden: Tensor) -> None:
-        """Start the last norm with the scale of ``hidden`` ``[B, S, Ht]``, which the target's projection reads."""
-        match_norm(self.norm, hidden)

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ class Record:
 class HeadDrafter(Drafter):
     """A drafter that runs a head. The class attribute ``new_layers`` is the number of layers of a new one."""
 
-    needs: ClassVar[str | None] = "head"
-    new_layers: ClassVar[int] = 1
+    needs = "head"
+    new_layers = 1
 
     @classmethod
     @abstractmethod
@@ -70,7 +70,7 @@ class HeadDrafter(Drafter):
     @classmethod
     def inputs_of(cls, module: Any) -> tuple[Tensor, int, int]:
         """A parameter of a head, the width of the hidden states that the head reads, and how many of them it reads."""
-        return module.lm_head.weight, module.target_hidden_size, module.num_features
+        return module.lm_head.weight, module.config.target_hidden_size, module.config.num_features
 
     @classmethod
     def takes(cls, given: object) -> bool:

@@ -7,7 +7,6 @@ this family adds its module, its configuration, and how its checkpoints are reco
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,65 +14,26 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
+from transformers import DynamicCache, PreTrainedModel
 
-from specgraph.checkpoints.loading import HeadLoader
 from specgraph.drafters.base import DraftHead, Target
 from specgraph.drafters.chain import BODY, FEATURES, HEAD, ChainDrafter
-from specgraph.drafters.heads import HeadDrafter
+from specgraph.drafters.decoder_head import DecoderHead, DecoderHeadDrafter
 from specgraph.drafters.parts import FEATURES as INPUT
 from specgraph.drafters.parts import Part, export_parts
 from specgraph.drafters.plan import HeadPlan, random_plan
 from specgraph.ir.drafter import Mask
-from specgraph.ir.model_info import ModelInfo
-
-LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
-    "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRotaryEmbedding, modeling_llama.LlamaRMSNorm),
-    "qwen3": (modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RotaryEmbedding, modeling_qwen3.Qwen3RMSNorm),
-}
-"""The classes of decoder layer, rotary embedding and norm, by ``model_type``. ``qwen3`` norms queries and keys."""
 
 
-def causal_layers(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of the configuration of decoder layers, set so that attention without a mask is causal."""
-    copied = copy.deepcopy(config)
-    # An unset implementation would run eager attention, which without a mask is not causal.
-    copied._attn_implementation = "sdpa"
-    return copied
-
-
-class ShiftedHead(nn.Module):
+class ShiftedHead(DecoderHead):
     """A head that drafts token by token from a hidden state and the token that followed it.
 
     Attributes:
-        embed_tokens, lm_head: the embedding and the vocabulary projection, often the target's own.
-        rotary: the rotary embedding of the layers.
-        draft_to_target: int64 ``[Vd]``, the target id of every draft id, or None if the two are the same.
-        mask_hidden: ``[A * Ht]``, which mask tokens read in the place of the target's features; None if the head does
-            not draft in parallel.
-        num_features, target_hidden_size: ``A``, how many hidden states of the target the head reads, and ``Ht``, the
-            width of each.
+        mask_hidden: a parameter ``[A * Ht]``, which mask tokens read in the place of the target's features; None if the
+            head does not draft in parallel.
     """
 
-    embed_tokens: nn.Embedding
-    lm_head: nn.Linear
-    rotary: nn.Module
-    layers: nn.ModuleList
-    draft_to_target: Tensor | None
     mask_hidden: nn.Parameter | None
-    num_features: int
-    target_hidden_size: int
-
-    @property
-    def hidden_size(self) -> int:
-        """The width of the head's hidden state."""
-        return self.lm_head.in_features
-
-    @abstractmethod
-    def combine(self, *features: Tensor) -> Tensor:
-        """The hidden state ``[B, T, H]`` that the first layer reads, from the target's features ``[B, T, Ht]``."""
 
     @abstractmethod
     def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
@@ -89,7 +49,7 @@ class ShiftedHead(nn.Module):
     def masked(self) -> Tensor:
         """The hidden state ``[1, 1, H]`` that the first layer reads for a mask token."""
         assert self.mask_hidden is not None  # a parallel head has one
-        return self.combine(*self.mask_hidden.view(1, 1, self.num_features, -1).unbind(2))
+        return self.combine(*self.mask_hidden.view(1, 1, self.config.num_features, -1).unbind(2))
 
     def feed_on(self, hidden: Tensor) -> Tensor:
         """The hidden state that the next draft reads, as :meth:`predict` gives it, without the logits."""
@@ -150,27 +110,6 @@ class ShiftedHead(nn.Module):
                             attention_mask=chain_mask(length, steps, tokens.device))  # fmt: skip
         yield from rows.chunk(steps, dim=1)
 
-    def match_scale(self, hidden: Tensor) -> None:
-        """Adapt a new head to the scale of ``hidden`` ``[B, S, Ht]``, which the target's projection reads."""
-
-
-def borrow(module: Any, plan: HeadPlan) -> None:
-    """Give a head the target's embedding and its projection of the draft vocabulary, as frozen parameters."""
-    module.embed_tokens.weight = nn.Parameter(plan.embedding.detach(), requires_grad=False)
-    module.lm_head.weight = nn.Parameter(plan.projection.detach(), requires_grad=False)
-    if plan.vocabulary is not None:
-        module.draft_to_target = plan.vocabulary.to(plan.embedding.device)
-
-
-@torch.no_grad()
-def match_norm(norm: Any, hidden: Tensor) -> None:
-    """Start a last norm with the scale, by channel, of the hidden states ``[B, S, H]`` that the target's projection
-    reads.
-
-    If it started with ones, a learning rate of 1e-3 would need thousands of steps to reach that scale.
-    """
-    norm.get_parameter("weight").copy_(hidden.float().flatten(0, 1).square().mean(0).sqrt())
-
 
 def _positions(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
@@ -196,34 +135,16 @@ def export_shifted(head: ShiftedHead) -> dict[str, fx.GraphModule]:
     output into logits and the hidden state that the next draft reads.
     """
     parts = {
-        FEATURES: Part(head.combine, (INPUT,) * head.num_features),
+        FEATURES: Part(head.combine, (INPUT,) * head.config.num_features),
         BODY: Part(head.forward, ("tokens", "positions", "hidden")),
         HEAD: Part(head.predict, ("hidden",)),
     }
-    return export_parts(head, head.lm_head.weight, {INPUT: head.target_hidden_size, "hidden": head.hidden_size}, parts)
-
-
-def body_info(head: Any, name: str) -> ModelInfo:
-    """Facts about the layers of a head."""
-    weight = head.lm_head.weight
-    vocab_size, size = weight.shape
-    return ModelInfo(name, vocab_size, len(head.layers), size, weight.dtype, weight.device, None,
-                     head.embed_tokens.num_embeddings)  # fmt: skip
-
-
-def fill_head(loader: HeadLoader, module: Any, layers: PretrainedConfig) -> None:
-    """Load the values of a module that was made on ``meta`` and checked; ``layers`` configures its decoder layers.
-
-    The module has a ``rotary``, as a :class:`ShiftedHead` has.
-    """
-    # Files do not hold the frequencies of the rotary embedding, and those made on ``meta`` have no values.
-    with torch.device("cpu"):
-        module.rotary = type(module.rotary)(layers).to(loader.info.device)
-    loader.fill(module)
+    widths = {INPUT: head.config.target_hidden_size, "hidden": head.config.layers.hidden_size}
+    return export_parts(head, head.lm_head.weight, widths, parts)
 
 
 @dataclass(frozen=True, eq=False)
-class ShiftedDrafter(ChainDrafter, HeadDrafter):
+class ShiftedDrafter(ChainDrafter, DecoderHeadDrafter):
     """Runs a :class:`ShiftedHead` as a chain, or in parallel if it has a ``mask_hidden``."""
 
     @classmethod
@@ -234,8 +155,7 @@ class ShiftedDrafter(ChainDrafter, HeadDrafter):
         if head.mask_token_id is not None and module.mask_hidden is not None:
             # The mask's hidden state is projected once, here, and not in every step.
             mask = Mask(head.mask_token_id, module.masked().flatten())
-        models = {BODY: body_info(module, type(module).__name__)}
-        return cls(options.num_speculative_tokens, export_shifted(module), models, head.features,
+        return cls(options.num_speculative_tokens, export_shifted(module), {BODY: module.info}, head.features,
                    module.draft_to_target, mask, head.parallel)  # fmt: skip
 
     @classmethod

@@ -13,7 +13,7 @@ from specgraph.checkpoints import loading
 from specgraph.checkpoints.loading import shared_notes
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3 import Eagle3DraftConfig as DraftConfig
-from specgraph.drafters.eagle3 import Eagle3Drafter, read_options
+from specgraph.drafters.eagle3 import Eagle3Drafter
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
 from specgraph.ir.tensors import equal_tensors
@@ -25,7 +25,7 @@ save_head = Eagle3Drafter.save_head
 
 
 def _chosen(folder: Path, layers: int | None = 7, **options: Any) -> dict[str, tuple[Any, str]]:
-    found = read_options(open_checkpoint(folder), DraftConfig(**options), layers)
+    found = Eagle3Drafter.read_options(open_checkpoint(folder), DraftConfig(**options), layers)
     return {choice.name: (choice.value, choice.source) for choice in found.sources}
 
 

@@ -116,7 +116,7 @@ def test_a_layout_is_recognised_and_loaded(name: str, container: str, tmp_path: 
     assert parameters.keys() == given.tensors.keys() | {"embed_tokens.weight", "lm_head.weight"}
     rounded = {n: t if container == "model.safetensors" else t.half() for n, t in given.tensors.items()}
     assert all(torch.equal(parameters[name], tensor.double()) for name, tensor in rounded.items())
-    assert module.config.rope_parameters["rope_theta"] == theta
+    assert module.config.layers.rope_parameters["rope_theta"] == theta
     assert torch.equal(module.rotary.inv_freq, 1.0 / theta ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
     assert module.lm_head.weight is target().get_output_embeddings().weight
 
@@ -152,7 +152,7 @@ def test_options_say_where_they_come_from(tmp_path: Path) -> None:
     assert options(written(rope_theta=8.0))["rope_theta"] == (8.0, "rope_theta")
     assert options(written())["rope_theta"] == (10000.0, "default")
     assert options(written(rope_theta=8.0), rope_theta=9.0)["rope_theta"] == (9.0, "draft.rope_theta")
-    assert load(tmp_path, rope_theta=9.0).module.config.rope_parameters["rope_theta"] == 9.0
+    assert load(tmp_path, rope_theta=9.0).module.config.layers.rope_parameters["rope_theta"] == 9.0
 
 
 def _with(given: Written, **tensors: tuple[int, ...]) -> Written:
