@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
-from torch import fx
+from torch import fx, nn
 
 from specgraph.drafters.base import Drafter
+from specgraph.drafters.parts import copy_inputs, output_for
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import PassError
 from specgraph.ir.graphs import new_module, splice
@@ -43,7 +42,7 @@ SETTLED_BY = "num_forced"
 class ChainDrafter(Drafter):
     """A drafter with the modules :data:`BODY` and :data:`HEAD` and, if it is shifted, :data:`FEATURES`."""
 
-    chained: ClassVar[bool] = True
+    chained = True
 
     @property
     def model(self) -> ModelInfo:
@@ -55,8 +54,9 @@ class ChainDrafter(Drafter):
         count = self.num_speculative_tokens
         if count < 1:
             raise PassError(f"insert_draft: {self.name} needs num_speculative_tokens >= 1, got {count}.")
-        step.add_module("draft", _join(step.take_module(BODY), step.take_module(HEAD)))
-        bound = step.bind("draft", "draft")
+        modules = step.program.modules
+        modules["draft"] = _join(modules.pop(BODY), modules.pop(HEAD))
+        bound = step.program.bind("draft", "draft")
         inputs = self._shifted(step) if self.shifted else self._unshifted(step)
         recurrent = SETTLED_BY in bound
         if recurrent:
@@ -67,7 +67,8 @@ class ChainDrafter(Drafter):
         wanted = step.drafts_wanted() if self.least_survival else None
         for row in range(count):
             if token is not None:
-                inputs |= {"tokens": token, "positions": self._position(step, row), "num_rows": step.num_emitted}
+                position = step.position(self._offset(row), f"position_{row}")
+                inputs |= {"tokens": token, "positions": position, "num_rows": step.num_emitted}
                 if recurrent:
                     inputs[SETTLED_BY] = self._settled_before(step, row)
             call = step.draft(**state, **inputs, name=f"draft_{row}")
@@ -84,10 +85,6 @@ class ChainDrafter(Drafter):
             if wanted is not None and row < count - 1:
                 survival = step.survival(logits, wanted, survival, row)
         return count
-
-    def _position(self, step: DraftStep, row: int) -> fx.Node:
-        """The position ``[B, 1]`` of the row in the call that makes draft number ``row``."""
-        return step.position(self._offset(row), f"position_{row}")
 
     def _settled_before(self, step: DraftStep, row: int) -> fx.Node:
         """What says in the call that makes draft number ``row`` that its row, and those of the chain, are not settled.
@@ -114,14 +111,9 @@ class ChainDrafter(Drafter):
 
 def _join(body: fx.GraphModule, head: fx.GraphModule) -> fx.GraphModule:
     """One module of body and head, which selects a row between the two."""
-    graph, root = fx.Graph(), torch.nn.Module()
-    inputs = {n.name: n for n in body.graph.nodes if n.op == "placeholder"}
-    mapping = {node: graph.placeholder(name) for name, node in inputs.items()}
-    for traced, node in mapping.items():
-        node.meta.update({key: traced.meta[key] for key in ("val", "state", "shared") if key in traced.meta})
+    graph, root = fx.Graph(), nn.Module()
+    mapping = copy_inputs(graph, body)
     index = graph.placeholder("row")
-    hidden = splice(graph, root, body, mapping)
-    hidden = graph.call_function(functions.take_rows, (hidden, index, 1))
-    (source,) = (n for n in head.graph.nodes if n.op == "placeholder")
-    graph.output(splice(graph, root, head, {source: hidden}))
+    row = graph.call_function(functions.take_rows, (splice(graph, root, body, mapping), index, 1))
+    graph.output(output_for(graph, root, head, row))
     return new_module(root, graph, "draft")

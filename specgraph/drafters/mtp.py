@@ -23,19 +23,18 @@ import itertools
 import operator
 import re
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files, open_files
 from specgraph.checkpoints.loading import shared_notes
-from specgraph.config import DraftConfig
 from specgraph.config.drafters import MtpDraftConfig
 from specgraph.drafters.base import Draft, DraftHead, Target
 from specgraph.drafters.heads import HeadDrafter, Record
-from specgraph.drafters.mtp_graphs import export_all, join, module_info, module_name, part_names
+from specgraph.drafters.mtp_graphs import export, join, module_info, module_name, part_names
 from specgraph.drafters.mtp_layers import check_layers, make_block
 from specgraph.drafters.mtp_layouts import (
     LAYOUTS,
@@ -76,11 +75,11 @@ class MtpDrafter(HeadDrafter):
     options: MtpOptions = field(default_factory=MtpOptions)
     beyond: str = "continue"
 
-    kind: ClassVar[str] = "mtp"
-    Config: ClassVar[type[DraftConfig]] = MtpDraftConfig
-    reads: ClassVar[str | None] = "MTP modules"
-    needs: ClassVar[str | None] = None
-    head: ClassVar[type[nn.Module] | None] = Mtp
+    kind = "mtp"
+    Config = MtpDraftConfig
+    reads = "MTP modules"
+    needs = None
+    head = Mtp
 
     @property
     def name(self) -> str:
@@ -106,7 +105,7 @@ class MtpDrafter(HeadDrafter):
         fed: fx.Node | None = None
         for index in range(count):
             module = self._module_of(index)
-            call = step.draft_by(module_name(module), **{**bound[module], **inputs}, name=f"draft_{index}")
+            call = step.draft(module_name(module), **{**bound[module], **inputs}, name=f"draft_{index}")
             if index >= modules:
                 step.mark_scratch(call)
             logits = call
@@ -144,9 +143,10 @@ class MtpDrafter(HeadDrafter):
     def _add_module(self, step: DraftStep, index: int) -> dict[str, fx.Node]:
         """Make module ``index`` callable; returns the state that it asks for."""
         name = module_name(index)
-        body, norm, head = map(step.take_module, part_names(name))
-        step.add_module(name, join(body, norm, head, self._feeds(index), self.options, name))
-        return step.bind(name, name)
+        modules = step.program.modules
+        body, norm, head = map(modules.pop, part_names(name))
+        modules[name] = join(body, norm, head, self._feeds(index), self.options, name)
+        return step.program.bind(name, name)
 
     def _rows(self, step: DraftStep) -> tuple[dict[str, fx.Node], list[fx.Node]]:
         """The rows of the first module, and what is kept of them by which state, for :func:`keep_rows_`."""
@@ -281,7 +281,9 @@ class MtpDrafter(HeadDrafter):
         """The drafter that runs loaded modules, or the first of them if there are more than drafts."""
         count = options.num_speculative_tokens
         modules: Any = head.module[: max(1, count)]
-        graphs = export_all(modules, target.model, target.traced)
+        graphs: dict[str, fx.GraphModule] = {}
+        for index, module in enumerate(modules):
+            graphs |= export(module, target.model, target.traced, module_name(index))
         infos = {module_name(index): module_info(target.info) for index in range(len(modules))}
         return cls(count, graphs, infos, head.features, options=modules[0].options, beyond=options.beyond)
 

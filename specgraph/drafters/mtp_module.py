@@ -70,11 +70,11 @@ class MtpModule(nn.Module):
         block: a base model of the target's class with one decoder layer, and without an embedding and a norm.
         norm: the final norm.
         lm_head: the vocabulary projection ``[V, H]``; often the target's own parameter.
-        index: ``m``.
+        position_offset: what is added to the positions of rows for rotary embeddings.
     """
 
     def __init__(self, model: PreTrainedModel, block: PreTrainedModel, options: MtpOptions, index: int) -> None:
-        """Make a module for ``model`` around ``block``, a result of
+        """Make module number ``index`` for ``model`` around ``block``, a result of
         :func:`~specgraph.drafters.mtp_layers.make_block`.
 
         Parameters are made on the device of ``block`` and are not initialised, except for ``embed_tokens`` and
@@ -83,7 +83,8 @@ class MtpModule(nn.Module):
         super().__init__()
         parts: Any = block
         size = block.config.get_text_config().hidden_size
-        self.options, self.index = options, index
+        self.options = options
+        self.position_offset = index + 1 if options.rotary_position == "token" else 0
         self.embed_tokens: Any = _borrowed(model.get_input_embeddings())
         self.lm_head: Any = _borrowed(model.get_output_embeddings())
         self.embed_norm, self.hidden_norm, self.norm = (copy.deepcopy(parts.norm) for _ in range(3))
@@ -129,13 +130,18 @@ class MtpModule(nn.Module):
         pair = [self.embed_norm(embedding), self.hidden_norm(hidden)]
         if self.options.order == "hidden":
             pair.reverse()
-        if self.options.rotary_position == "token":
-            positions = positions + (self.index + 1)
+        if self.position_offset:
+            positions = positions + self.position_offset
         options.setdefault("use_cache", False)
         projected = self.projection(torch.cat(pair, dim=-1))
         with _entering(self.block.layers[0], projected):
             out = self.block(inputs_embeds=projected, position_ids=positions, **options)
         rows: Tensor = out.last_hidden_state
+        return rows
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Rows ``[B, R, H]`` that :meth:`forward` gave, behind the final norm."""
+        rows: Tensor = self.norm(hidden)
         return rows
 
 

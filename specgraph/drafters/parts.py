@@ -1,4 +1,4 @@
-"""Exports the parts of a head, each of which is a method of its module, as graphs."""
+"""Exports the parts of a head, each of which is a method of its module, as graphs, and joins graphs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from specgraph.frontend.tracing import export_hooked
+from specgraph.ir.graphs import splice
+from specgraph.ir.model_info import Rope
 
 FEATURES = "features"
 """The name of the hidden states of the target that a part takes as positional arguments."""
@@ -40,7 +42,7 @@ class _Module(nn.Module):
 
 
 def export_parts(
-    head: nn.Module, like: Tensor, widths: Mapping[str, int], parts: Mapping[str, Part]
+    head: nn.Module, like: Tensor, widths: Mapping[str, int], parts: Mapping[str, Part], rope: Rope | None = None
 ) -> dict[str, fx.GraphModule]:
     """The graphs of the parts of a head, by their names.
 
@@ -49,6 +51,7 @@ def export_parts(
         like: a tensor with the dtype and the device of the head.
         widths: of every input ``[B, rows, width]``; the other ones are int64 ``[B, rows]``.
         parts: the parts by the names of their graphs.
+        rope: the rotary embeddings of the target, if the head has these.
     """
     batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
     graphs = {}
@@ -57,7 +60,7 @@ def export_parts(
         # Each argument is a tensor of its own, because export would merge inputs that are the same tensor.
         given = tuple(_example(like, part.rows or 5, widths.get(key)) for key in part.inputs)
         shapes = {key: (dims,) * part.inputs.count(key) if key == FEATURES else dims for key in part.inputs}
-        graphs[name] = export_hooked(_Module(head, part.run), given, shapes, name, "head.")
+        graphs[name] = export_hooked(_Module(head, part.run), given, shapes, name, "head.", rope)
     return graphs
 
 
@@ -65,3 +68,18 @@ def _example(like: Tensor, rows: int, width: int | None) -> Tensor:
     if width is None:
         return torch.arange(rows, device=like.device).expand(3, rows).contiguous()
     return like.new_zeros(3, rows, width)
+
+
+def copy_inputs(graph: fx.Graph, module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Copy a module's placeholders to ``graph``, with what a pass has noted about the state among them."""
+    mapping = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        mapping[node] = copied = graph.placeholder(node.name)
+        copied.meta.update({key: node.meta[key] for key in ("val", "state", "shared") if key in node.meta})
+    return mapping
+
+
+def output_for(graph: fx.Graph, root: nn.Module, module: fx.GraphModule, value: fx.Node) -> Any:
+    """Copy a module of one input to the end of ``graph``; returns its output for ``value``."""
+    (source,) = module.graph.find_nodes(op="placeholder")
+    return splice(graph, root, module, {source: value})

@@ -119,13 +119,9 @@ class DraftStep:
         """Append a call of a function of :mod:`specgraph.kernels.step`, or of a module by its name."""
         return self.program.call(target, *args, name=name, **kwargs)
 
-    def draft(self, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
-        """Append a call of the module ``draft``."""
-        return self.draft_by("draft", *args, name=name, **kwargs)
-
-    def draft_by(self, module: str, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
-        """Append a draft call of another module, which the drafter has added under this name."""
-        return self.program.call(module, *args, name=name, role="draft", **kwargs)
+    def draft(self, module: str = "draft", /, *, name: str, **kwargs: Any) -> fx.Node:
+        """Append a draft call of a module."""
+        return self.program.call(module, name=name, role="draft", **kwargs)
 
     def mark_scratch(self, call: fx.Node) -> None:
         """Say of a draft call that later steps write whatever it keeps again, before they read it.
@@ -183,18 +179,6 @@ class DraftStep:
     def state(self, name: str, buffer: Input) -> fx.Node:
         """A state input of the step: what the drafter keeps between steps."""
         return self.program.placeholder(name, buffer)
-
-    def bind(self, module: str, owner: str) -> dict[str, fx.Node]:
-        """The state that a module asks for, as :meth:`~specgraph.ir.program.Program.bind` says."""
-        return self.program.bind(module, owner)
-
-    def add_module(self, name: str, module: fx.GraphModule) -> None:
-        """Make a module callable by ``name``."""
-        self.program.modules[name] = module
-
-    def take_module(self, name: str) -> fx.GraphModule:
-        """Take a traced module out of the program, to build another one of it."""
-        return self.program.modules.pop(name)
 
     def propose(self, target: Callable[..., Any] | str, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
         """Append a call that gives draft tokens ``[B, k]`` themselves (-1: no draft): point masses."""
