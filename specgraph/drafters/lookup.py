@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, Self
 
 from torch import fx
 
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.base import Draft, Drafter, Target
 from specgraph.drafters.step import DraftStep
 from specgraph.kernels import step as functions
 from specgraph.kernels.state import Buffer
@@ -22,9 +22,19 @@ class LookupDrafter(Drafter):
     """Keeps the accepted tokens of every sequence (int64 ``[B, S]``) and looks the end of them up once per step.
 
     Its proposals ``[b, K]`` are point masses: it has no distribution to draw from.
+
+    Attributes:
+        options: an instance of :attr:`Config`.
     """
 
-    looks_up: ClassVar[bool] = True
+    options: Any = None
+
+    looks_up = True
+
+    @classmethod
+    def make(cls, options: Any, target: Target, given: Any) -> Draft:
+        """Nothing to bind: it needs the accepted tokens alone."""
+        return Draft(cls(options.num_speculative_tokens, options=options))
 
     def build(self, step: DraftStep) -> int:
         """Record what was accepted, then look the end of it up."""

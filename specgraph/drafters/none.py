@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from specgraph.config import DraftConfig
 from specgraph.config.drafters import NoDraftConfig
 from specgraph.drafters.base import Draft, Drafter, Target
 from specgraph.drafters.step import DraftStep
@@ -15,8 +14,8 @@ from specgraph.drafters.step import DraftStep
 class NoDrafter(Drafter):
     """The drafter that proposes nothing."""
 
-    kind: ClassVar[str] = "none"
-    Config: ClassVar[type[DraftConfig]] = NoDraftConfig
+    kind = "none"
+    Config = NoDraftConfig
 
     @classmethod
     def make(cls, options: Any, target: Target, given: Any) -> Draft:

@@ -12,13 +12,11 @@ Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from torch import fx
 
-from specgraph.config import DraftConfig
 from specgraph.config.drafters import SuffixConfig
-from specgraph.drafters.base import Draft, Target
 from specgraph.drafters.lookup import LookupDrafter
 from specgraph.drafters.step import DraftStep
 from specgraph.kernels import step as functions
@@ -26,41 +24,21 @@ from specgraph.kernels import step as functions
 
 @dataclass(frozen=True, eq=False)
 class SuffixDrafter(LookupDrafter):
-    """Proposes the most frequent continuation of the end of the sequence, with adaptive length.
+    """Proposes the most frequent continuation of the end of the sequence, with adaptive length."""
 
-    Attributes:
-        max_match, min_match, max_spec_factor, max_spec_offset, min_token_prob: as in the configuration.
-    """
-
-    max_match: int = 24
-    min_match: int = 1
-    max_spec_factor: float = 8.0
-    max_spec_offset: float = 0.0
-    min_token_prob: float = 0.1
-
-    kind: ClassVar[str] = "suffix"
-    Config: ClassVar[type[DraftConfig]] = SuffixConfig
-
-    @classmethod
-    def make(cls, options: Any, target: Target, given: Any) -> Draft:
-        """Nothing to bind: it needs the accepted tokens alone."""
-        return Draft(
-            cls(
-                options.num_speculative_tokens, max_match=options.max_match, min_match=options.min_match,
-                max_spec_factor=options.max_spec_factor, max_spec_offset=options.max_spec_offset,
-                min_token_prob=options.min_token_prob,
-            )
-        )  # fmt: skip
+    kind = "suffix"
+    Config = SuffixConfig
 
     @classmethod
     def requiring(cls, num_speculative_tokens: int, match: int) -> Self:
         """Counts matches of at least ``match`` tokens; all else is as by default."""
-        return cls(num_speculative_tokens, max_match=max(match, cls.max_match), min_match=match)
+        options = SuffixConfig(max_match=max(match, SuffixConfig.max_match), min_match=match)
+        return cls(num_speculative_tokens, options=options)
 
     def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
         """Propose the continuation with the highest expected number of accepted drafts."""
+        keys = ("max_match", "min_match", "max_spec_factor", "max_spec_offset", "min_token_prob")
         return step.propose(
             functions.suffix_lookup, history, step.rows, length, num_speculative_tokens=self.num_speculative_tokens,
-            max_match=self.max_match, min_match=self.min_match, max_spec_factor=self.max_spec_factor,
-            max_spec_offset=self.max_spec_offset, min_token_prob=self.min_token_prob, name=name,
+            **{key: getattr(self.options, key) for key in keys}, name=name,
         )  # fmt: skip

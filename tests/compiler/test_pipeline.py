@@ -16,8 +16,9 @@ from torch import fx, nn
 
 from specgraph.compiler.numerics import NumericsCallback
 from specgraph.config import load_config
+from specgraph.config.drafters import NGramConfig
 from specgraph.drafters.draft_model import draft_model
-from specgraph.drafters.ngram import ngram
+from specgraph.drafters.ngram import NGramDrafter
 from specgraph.drafters.none import NoDrafter
 from specgraph.dump import render
 from specgraph.errors import NumericsError, PassError
@@ -60,7 +61,7 @@ def first(drafter: str = "none", k: int = 3, target: TracedModel | None = None) 
     """The stage ``trace`` of a small target; the draft model has one layer less."""
     made = {
         "none": NoDrafter,
-        "ngram": lambda: ngram(k, 3, 1),
+        "ngram": lambda: NGramDrafter(k, options=NGramConfig(max_ngram=3)),
         "draft_model": lambda: draft_model(traced(1), k),
     }[drafter]()
     return first_program(target or traced(), made)

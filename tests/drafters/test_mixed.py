@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import specgraph
+from specgraph.config.drafters import NGramConfig
 from specgraph.drafters.base import Draft, Target
 from specgraph.drafters.draft_model import DraftModelConfig, DraftModelDrafter
-from specgraph.drafters.ngram import ngram
+from specgraph.drafters.ngram import NGramDrafter
 from specgraph.drafters.step import DraftStep
 from specgraph.kernels.state import Buffer
 from tests.decoding import CONFIG, assert_same_tokens, compiled
@@ -50,7 +51,8 @@ class Mixed(DraftModelDrafter):
 
     def build(self, step: DraftStep) -> int:
         """Draft in both ways, and choose per sequence."""
-        calls = ngram(self.num_speculative_tokens, 3, 1).build(step) + super().build(step)
+        lookup = NGramDrafter(self.num_speculative_tokens, options=NGramConfig(max_ngram=3))
+        calls = lookup.build(step) + super().build(step)
         looked, *drawn = step.take_drafts()
         step.propose(prefer, looked, *drawn, name="chosen")
         self.say_which(step, step.call(found, looked, name="found"))

@@ -18,8 +18,9 @@ from safetensors import safe_open
 from torch import Tensor, fx, nn
 
 from specgraph.compiler.numerics import example
+from specgraph.config.drafters import NGramConfig
 from specgraph.drafters.draft_model import draft_model
-from specgraph.drafters.ngram import ngram
+from specgraph.drafters.ngram import NGramDrafter
 from specgraph.drafters.none import NoDrafter
 from specgraph.dump import LoadedStage, Module, class_name, dump, load_stage, render, weights_of
 from specgraph.errors import ConfigError
@@ -100,7 +101,7 @@ def compiled_stages(kind: str = "draft_model", rule: str = "strict") -> dict[str
     """All passes over a small model, and a draft that is another one or a part of the same."""
     target = trace(shared_model("llama"))
     draft = trace(shared_model("qwen2", seed=3)) if kind == "draft_model" else None
-    made = draft_model(draft, 3) if draft else ngram(3, 3, 1)
+    made = draft_model(draft, 3) if draft else NGramDrafter(3, options=NGramConfig(max_ngram=3))
     ruled = ("insert_draft", "insert_verify")
     passes = [cls(rule=rule) if name in ruled else cls() for name, cls in PASSES.items()]  # type: ignore[call-arg]
     return run_passes(first_program(target, made), passes)[0]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import fx, nn
 
+from specgraph.config.drafters import NGramConfig
 from specgraph.drafters.draft_model import draft_model
-from specgraph.drafters.ngram import ngram
+from specgraph.drafters.ngram import NGramDrafter
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import VerificationError
 from specgraph.frontend.first_program import first_program
@@ -118,7 +119,7 @@ def test_the_whole_step_with_a_draft_model():
 
 def test_history_drafters_write_where_a_mask_says():
     traced = trace(shared_model("llama"))
-    drafter = ngram(3, 3, 1)
+    drafter = NGramDrafter(3, options=NGramConfig(max_ngram=3))
     program = last(first_program(traced, drafter), [InsertKVCache(), InsertDraft()])
     propagate(program)
     assert shape_of(program.one("drafts")) == "i64[B, 3]"
