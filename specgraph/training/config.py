@@ -14,9 +14,8 @@ from specgraph.errors import ConfigError
 if TYPE_CHECKING:
     from specgraph.drafters.heads import HeadDrafter
 
-MODEL_TYPES = ("llama", "qwen3")
-FAMILIES = ("chained", "target")
-MARKOV_KINDS = ("vanilla", "gated", "rnn")
+KINDS = {"model_type": ("llama", "qwen3"), "family": ("chained", "target"), "markov_kind": ("vanilla", "gated", "rnn")}
+"""What fields of :class:`HeadConfig` may be."""
 
 
 @dataclass
@@ -192,12 +191,9 @@ def check_head_config(cfg: HeadTrainConfig) -> None:
             raise ConfigError(f"{key} is not set: give {key}={example}.")
     if cfg.algorithm not in trained_by():
         raise ConfigError(f"draft={cfg.algorithm} cannot be trained: use draft={' or draft='.join(trained_by())}.")
-    if cfg.head.model_type not in MODEL_TYPES:
-        raise ConfigError(f"head.model_type={cfg.head.model_type!r} is not known: use {' or '.join(MODEL_TYPES)}.")
-    if cfg.head.family not in FAMILIES:
-        raise ConfigError(f"head.family={cfg.head.family!r} is not known: use {' or '.join(FAMILIES)}.")
-    if cfg.head.markov_kind not in MARKOV_KINDS:
-        raise ConfigError(f"head.markov_kind={cfg.head.markov_kind!r} is not known: use vanilla, gated or rnn.")
+    for key, (*others, last) in KINDS.items():
+        if (given := getattr(cfg.head, key)) not in (*others, last):
+            raise ConfigError(f"head.{key}={given!r} is not known: use {', '.join(others)} or {last}.")
     check_numbers(cfg, _MAY_BE_ZERO)
     for key in ("decay", "overlap", "anchors", "keep", "keep_least"):
         if getattr(cfg.chain, key) > 1:

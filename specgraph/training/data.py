@@ -109,11 +109,15 @@ def collate(documents: Sequence[Encoded], pad_id: int, question_weight: float = 
     return Batch(tokens, weights)
 
 
+def by_length(documents: Sequence[Encoded], batch_size: int) -> list[list[Encoded]]:
+    """The documents in the order of length, in groups of ``batch_size``."""
+    ordered = sorted(documents, key=lambda document: len(document.ids))
+    return [ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size)]
+
+
 def in_order(documents: Sequence[Encoded], batch_size: int, pad_id: int, question_weight: float = 1.0) -> list[Batch]:
     """Batches for evaluation, with every document once, in the order of length."""
-    ordered = sorted(documents, key=lambda document: len(document.ids))
-    groups = (ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size))
-    return [collate(group, pad_id, question_weight) for group in groups]
+    return [collate(group, pad_id, question_weight) for group in by_length(documents, batch_size)]
 
 
 def shuffled(
@@ -131,11 +135,7 @@ def _epoch(documents: Sequence[Encoded], batch_size: int, rng: random.Random) ->
 
     Documents are shuffled, sorted by length in groups of 16 batches, and cut into batches, which are shuffled.
     """
-    order = rng.sample(range(len(documents)), len(documents))
-    pool = 16 * batch_size
-    groups: list[list[Encoded]] = []
-    for at in range(0, len(order), pool):
-        near = sorted(order[at : at + pool], key=lambda index: len(documents[index].ids))
-        groups += [[documents[i] for i in near[j : j + batch_size]] for j in range(0, len(near), batch_size)]
+    order, pool = rng.sample(documents, len(documents)), 16 * batch_size
+    groups = [group for at in range(0, len(order), pool) for group in by_length(order[at : at + pool], batch_size)]
     rng.shuffle(groups)
     return groups

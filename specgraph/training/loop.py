@@ -177,16 +177,10 @@ class HeadLoop:
 
 def _fixed(cfg: HeadTrainConfig) -> dict[str, Any]:
     """The values that must be equal in a run and in the run that continues it, by dotted key."""
-
-    def flat(node: object, prefix: str) -> Iterator[tuple[str, Any]]:
-        for item in dataclasses.fields(node):  # type: ignore[arg-type]
-            value = getattr(node, item.name)
-            if dataclasses.is_dataclass(value):
-                yield from flat(value, f"{prefix}{item.name}.")
-            elif item.name not in _FREE:
-                yield f"{prefix}{item.name}", list(value) if isinstance(value, list | tuple) else value
-
-    return dict(flat(cfg, ""))
+    flat: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(cfg).items():
+        flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+    return {key: value for key, value in flat.items() if key.rpartition(".")[2] not in _FREE}
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specgraph.training.chain import ChainLoss, counted_rows, summed_loss
 from specgraph.training.config import ChainConfig
-from specgraph.training.data import Batch, Encoded, in_order
+from specgraph.training.data import Batch, Encoded, by_length, collate
 from specgraph.training.teacher import Teacher
 
 
@@ -61,8 +61,8 @@ def measure(
     """
     losses, hits, rows = torch.zeros(cfg.steps), torch.zeros(cfg.steps), torch.zeros(cfg.steps)
     steps: list[Step] = []
-    groups = _groups(documents, batch_size)
-    for group, batch in zip(groups, in_order(documents, batch_size, 0, 0.0), strict=True):
+    for group in by_length(documents, batch_size):
+        batch = collate(group, pad_id=0, question_weight=0.0)
         found, each = _hits(trained, teacher, batch, cfg, autocast)
         count = torch.tensor([float((batch.weights[:, 1 + step :] > 0).sum()) for step in range(cfg.steps)])
         losses, hits, rows = losses + each * count, hits + found.sum((1, 2)), rows + count
@@ -93,12 +93,6 @@ def walk(hits: Tensor, prompt_length: int, length: int) -> list[Step]:
         steps.append(Step(accepted, min(accepted + 1, length - row - 2)))
         row += steps[-1].emitted
     return steps
-
-
-def _groups(documents: Sequence[Encoded], batch_size: int) -> list[list[Encoded]]:
-    """The documents of every batch of ``in_order``."""
-    ordered = sorted(documents, key=lambda document: len(document.ids))
-    return [ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size)]
 
 
 def _hits(

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.drafters.base import DraftHead
@@ -139,22 +138,15 @@ def _train(
 
 def _save(head: DraftHead, model: PreTrainedModel, cfg: HeadTrainConfig) -> None:
     """Save the head without the tensors that are the target's own."""
-    saved = bf16_copy(head)
-    frozen = [parameter for parameter in saved.module.parameters() if not parameter.requires_grad]
     cfg.drafter().save_head(
-        saved,
+        bf16_copy(head),
         cfg.output,
         target_name=cfg.model,
         algorithm=cfg.algorithm,
         num_speculative_tokens=cfg.chain.steps,
-        shared=[tensor for tensor in frozen if _is_of(model, tensor)],
+        shared=model.parameters(),
         target_architectures=list(model.config.architectures or []),
     )
-
-
-def _is_of(model: PreTrainedModel, tensor: Tensor) -> bool:
-    """Whether a frozen tensor is the target's own, and not a copy of some of its rows."""
-    return any(tensor.data_ptr() == own.data_ptr() and tensor.shape == own.shape for own in model.parameters())
 
 
 def _write_report(report: HeadTrainReport, folder: Path) -> None:
