@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from specgraph.checkpoints.files import Files, StoredTensor
+from specgraph.checkpoints.files import Files
 from specgraph.errors import ConfigError
 
 MASK_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
@@ -28,13 +27,10 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class Checkpoint:
+class Checkpoint(Files):
     """A draft checkpoint, recognised but not loaded.
 
     Attributes:
-        path: the path that was given.
-        config: the content of its ``config.json``.
-        tensors: the tensors of its weights files, by the names that the files give them.
         kind: the kind of the drafter that runs it.
         layout: the project or format whose tensor names and keys it uses.
         algorithm: the method of drafting that it was trained for.
@@ -42,9 +38,6 @@ class Checkpoint:
         mask_token_id: the mask token of parallel drafting; None if its configuration names none.
     """
 
-    path: Path
-    config: dict[str, Any]
-    tensors: dict[str, StoredTensor]
     kind: str
     layout: str
     algorithm: str
@@ -53,7 +46,7 @@ class Checkpoint:
     @staticmethod
     def of(files: Files, kind: str, layout: str, algorithm: str, *, parallel: bool = False) -> Checkpoint:
         """The checkpoint in ``files``."""
-        return Checkpoint(files.path, files.config, files.tensors, kind, layout, algorithm, parallel)
+        return Checkpoint(**vars(files), kind=kind, layout=layout, algorithm=algorithm, parallel=parallel)
 
     @property
     def mask_key(self) -> str | None:

@@ -50,7 +50,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """The files of a checkpoint: its ``config.json`` and its tensors by name."""
+    """The files of a checkpoint.
+
+    Attributes:
+        path: the path that was given.
+        config: the content of its ``config.json``.
+        tensors: the tensors of its weights files, by the names that the files give them.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -166,7 +172,7 @@ def _open_pickle(file: Path) -> dict[str, StoredTensor]:
         kind = type(loaded[other]).__name__
         raise ConfigError(f"{other!r} of {file} is a {kind}, not a tensor; save the state_dict alone.")
     return {
-        str(name): StoredTensor(tuple(tensor.shape), tensor.dtype, file, partial(_same, tensor))
+        str(name): StoredTensor(tuple(tensor.shape), tensor.dtype, file, tensor.detach)
         for name, tensor in loaded.items()
     }
 
@@ -186,10 +192,6 @@ def load_pickle(file: Path) -> Any:
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise _damaged(file, _reason(error)) from None
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor.detach()
 
 
 def _damaged(file: Path, reason: str) -> ConfigError:

@@ -9,21 +9,18 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PreTrainedModel
 
 from specgraph.errors import UnsupportedModelError, warn_caller
+from specgraph.kernels.verify import LOSSLESS_RULES
 
 MAX_PADDING = 1024
 """How many rows an embedding may have beyond the entries of its tokenizer, as padding to a round number."""
 
 
-LOSSLESS = ("strict", "probabilistic", "block")
-"""The rules whose output has the target's own distribution, whatever is drafted."""
-
-
-def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel, rule: str = LOSSLESS[0]) -> str:
+def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel, rule: str = LOSSLESS_RULES[0]) -> str:
     """Refuse a draft model in which token ids stand for other tokens than in the target.
 
-    Special tokens may differ where ``rule`` is one of :data:`LOSSLESS`: such a token is then drafted where the target
-    does not want it, and is refused like any other wrong draft. The rule ``typical`` may accept what the target would
-    not have drawn, and ``synthetic`` accepts without looking, so their output would have the draft's tokens.
+    Special tokens may differ where ``rule`` is lossless: such a token is then drafted where the target does not want
+    it, and is refused like any other wrong draft. The rule ``typical`` may accept what the target would not have drawn,
+    and ``synthetic`` accepts without looking, so their output would have the draft's tokens.
 
     If both models were loaded from a folder with a tokenizer, their vocabularies are compared entry by entry. Otherwise
     their configurations are compared: the EOS ids, and the vocabulary sizes, which may differ by a padding of up to
@@ -37,15 +34,17 @@ def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel, rule: 
     ours, theirs = _vocabulary(target), _vocabulary(draft)
     advice = "A draft model must share the target's tokenizer; choose one of the same family, or draft by ngram."
     if ours is not None and theirs is not None:
-        differing = _first_difference(ours, theirs)
-        if differing is None:
+        found = _first_difference(ours, theirs)
+        if found is None:
             return "the draft has the target's tokenizer, entry by entry"
-        if not differing.special:
+        differing, special = found
+        if not special:
             raise UnsupportedModelError(f"The draft's tokenizer differs from the target's: {differing}. {advice}")
-        if rule not in LOSSLESS:
+        if rule not in LOSSLESS_RULES:
             raise UnsupportedModelError(
                 f"The draft's special tokens differ from the target's: {differing}. With verify.rule={rule}, what is "
-                f"drafted can change what comes out; take one of the rules {', '.join(LOSSLESS)}, or another draft."
+                f"drafted can change what comes out; take one of the rules {', '.join(LOSSLESS_RULES)}, or another "
+                "draft."
             )
         warn_caller(
             f"The draft's special tokens differ from the target's: {differing}. No token is wrong by that under the "
@@ -80,16 +79,6 @@ class _Vocabulary(NamedTuple):
     special: Set[int]
 
 
-class _Difference(NamedTuple):
-    """Where two tokenizers differ, in words, and whether only special tokens do."""
-
-    words: str
-    special: bool
-
-    def __str__(self) -> str:
-        return self.words
-
-
 def _vocabulary(model: PreTrainedModel) -> _Vocabulary | None:
     """The model's tokenizer, or None if the model was not loaded from a folder that has one."""
     folder = Path(str(model.name_or_path))
@@ -103,20 +92,23 @@ def _vocabulary(model: PreTrainedModel) -> _Vocabulary | None:
     return _Vocabulary(tokenizer.get_vocab(), {index for index, token in added.items() if token.special})
 
 
-def _first_difference(target: _Vocabulary, draft: _Vocabulary) -> _Difference | None:
-    """The first id that stands for different tokens, of ordinary ones if there are any; an added token that only one of
-    the tokenizers has is no difference."""
+def _first_difference(target: _Vocabulary, draft: _Vocabulary) -> tuple[str, bool] | None:
+    """The first id that stands for different tokens, in words, and whether both are special.
+
+    An ordinary token is preferred to a special one. An added token that only one of the tokenizers has is no
+    difference.
+    """
     names = {index: token for token, index in draft.entries.items()}
-    found: _Difference | None = None
+    found: tuple[str, bool] | None = None
     for token, index in sorted(target.entries.items(), key=lambda item: item[1]):
         other = names.get(index)
         if other is None or other == token:
             continue
         words = f"id {index} is {token!r} for the target and {other!r} for the draft"
         if not (index in target.special and index in draft.special):
-            return _Difference(words, special=False)
-        found = found or _Difference(words, special=True)
+            return words, False
+        found = found or (words, True)
     sizes = len(target.entries), len(draft.entries)
     if abs(sizes[0] - sizes[1]) > MAX_PADDING:
-        return _Difference(f"{sizes[0]} entries against {sizes[1]}", special=False)
+        return f"{sizes[0]} entries against {sizes[1]}", False
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +19,6 @@ from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.gguf import is_gguf
 from specgraph.checkpoints.tokenizers import check_same_tokenizer
-from specgraph.config import DraftConfig
 from specgraph.config.drafters import DraftModelConfig
 from specgraph.drafters.base import Draft, DraftHead, Mask, Target, chooses_drafts
 from specgraph.drafters.chain import BODY, HEAD, ChainDrafter
@@ -36,11 +35,11 @@ MOST = 16
 class DraftModelDrafter(ChainDrafter):
     """Runs a traced causal LM, which drafts token by token, or all tokens in one call with mask tokens."""
 
-    kind: ClassVar[str] = "draft_model"
-    Config: ClassVar[type[DraftConfig]] = DraftModelConfig
-    reads: ClassVar[str | None] = "PARD and plain causal LMs"
-    needs: ClassVar[str | None] = "model"
-    fallback: ClassVar[bool] = True
+    kind = "draft_model"
+    Config = DraftModelConfig
+    reads = "PARD and plain causal LMs"
+    needs = "model"
+    fallback = True
 
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:
@@ -75,7 +74,8 @@ class DraftModelDrafter(ChainDrafter):
         if isinstance(given, str | Path):
             if is_gguf(given):
                 notes = (*notes, f"the weights of {given} are dequantised to {str(target.info.dtype).split('.')[1]}")
-            given = _read_causal_lm(given, target.info)
+            loaded: Any = load_causal_lm(given, target.info.dtype, f"The draft {str(given)!r}")
+            given = loaded.to(target.info.device)
         notes = (*notes, _check_model(target, given))
         traced = trace(given, target.max_length)
         if mask is not None and not 0 <= mask < traced.info.input_ids:
@@ -138,9 +138,3 @@ def _check_model(target: Target, draft: Any) -> str:
     if device != target.info.device:
         raise ConfigError(f"The draft is on {device}, the target on {target.info.device}; move one of them.")
     return compared
-
-
-def _read_causal_lm(path: str | Path, info: ModelInfo) -> PreTrainedModel:
-    loaded: Any = load_causal_lm(path, info.dtype, f"The draft {str(path)!r}")
-    moved: PreTrainedModel = loaded.to(info.device)
-    return moved

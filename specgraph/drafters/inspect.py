@@ -16,7 +16,6 @@ from specgraph.config.drafters import drafter_options
 from specgraph.drafters.registry import drafter_class, open_checkpoint
 from specgraph.errors import SpecgraphError
 from specgraph.frontend.shapes_only import info_of, without_weights
-from specgraph.ir.model_info import ModelInfo
 from specgraph.tables import text_table
 
 
@@ -58,7 +57,12 @@ def inspect_checkpoint(path: str | Path, draft: DraftConfig, target: str | None 
     model = None if target is None else without_weights(target, "target")
     info = None if model is None else info_of(model)
     options: list[tuple[str, ...]] = []
-    reason = None if info is None else _other_size(checkpoint, info)
+    reason: str | None = None
+    try:
+        if info is not None:
+            check_size(checkpoint, info)
+    except SpecgraphError as error:
+        reason = str(error)
     try:
         layers = None if info is None or reason is not None else info.num_layers
         chosen = drafter.choices(checkpoint, given, layers)
@@ -72,15 +76,6 @@ def inspect_checkpoint(path: str | Path, draft: DraftConfig, target: str | None 
     if fits is not None:
         facts["fits the target"] = "yes" if fits else "no"
     return Inspection(facts, options, _tensors(checkpoint.tensors), fits, reason)
-
-
-def _other_size(checkpoint: Checkpoint, info: ModelInfo) -> str | None:
-    """Why a checkpoint is for a target of another size; None if it is not."""
-    try:
-        check_size(checkpoint, info)
-    except SpecgraphError as error:
-        return str(error)
-    return None
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files, StoredTensor
 from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.vocabulary import read_target_ids
-from specgraph.config import DraftConfig
 from specgraph.config.drafters import MedusaDraftConfig
 from specgraph.drafters.base import DraftHead, Target
 from specgraph.drafters.heads import HeadDrafter, Record
@@ -124,10 +123,10 @@ class MedusaDrafter(HeadDrafter):
     vocab_size: int = 0
     dtype: torch.dtype = torch.float32
 
-    kind: ClassVar[str] = "medusa"
-    Config: ClassVar[type[DraftConfig]] = MedusaDraftConfig
-    reads: ClassVar[str | None] = "Medusa heads"
-    head: ClassVar[type[nn.Module] | None] = Medusa
+    kind = "medusa"
+    Config = MedusaDraftConfig
+    reads = "Medusa heads"
+    head = Medusa
 
     def build(self, step: DraftStep) -> int:
         """Append one call that gives the logits of all drafts, and draw the drafts from them."""
