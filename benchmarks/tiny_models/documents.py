@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specgraph.training.data import Document, Encoded, format_question
+from specgraph.training.data import Batch, Document, Encoded, by_length, collate, format_question
 
 
 def format_document(document: Document) -> str:
@@ -23,3 +23,8 @@ def encode_documents(documents: Sequence[Document], tokenizer: Any, max_length: 
         Encoded([*prompt, *answer, eos][:max_length], min(len(prompt), max_length))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
+
+
+def in_order(documents: Sequence[Encoded], batch_size: int, pad_id: int, question_weight: float = 1.0) -> list[Batch]:
+    """Batches for evaluation, with every document once, in the order of length."""
+    return [collate(group, pad_id, question_weight) for group in by_length(documents, batch_size)]

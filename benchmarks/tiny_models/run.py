@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.tiny_models.acceptance import AcceptanceReport, measure_acceptance
 from benchmarks.tiny_models.config import TrainConfig, check_config, check_paths
-from benchmarks.tiny_models.documents import encode_documents, format_document
+from benchmarks.tiny_models.documents import encode_documents, format_document, in_order
 from benchmarks.tiny_models.loop import StageReport, cross_entropy, distillation, evaluate, optimise
 from benchmarks.tiny_models.models import build_model, count_parameters, folder_bytes, load_model, save_model
 from benchmarks.tiny_models.recurrent import fast_recurrence
@@ -23,7 +23,6 @@ from specgraph.training.data import (
     Document,
     Encoded,
     format_question,
-    in_order,
     read_documents,
     shuffled,
     split_documents,

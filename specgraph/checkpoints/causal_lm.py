@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ DAMAGED = (
     OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, EOFError, SafetensorError,
     pickle.UnpicklingError, struct.error, StrictDataclassError,
 )  # fmt: skip
-"""What transformers and the readers of weight files raise for files that are missing, damaged or of another kind."""
+"""Exceptions that transformers and the readers of weight files raise for missing, damaged or unknown files."""
 
 
 def load_causal_lm(
@@ -46,7 +45,7 @@ def load_causal_lm(
 
 
 def load_whole(name: str | Path, what: str, **options: Any) -> Any:
-    """What ``AutoModelForCausalLM.from_pretrained`` loads; see :func:`load_causal_lm`.
+    """The object that ``AutoModelForCausalLM.from_pretrained`` loads; see :func:`load_causal_lm`.
 
     Raises:
         ConfigError: it cannot be loaded, its files lack a tensor, or its ``generation_config.json`` is damaged, which
@@ -55,7 +54,10 @@ def load_whole(name: str | Path, what: str, **options: Any) -> Any:
     place, file = source_of(name)
     options |= {**file, **dequantised()} if file else {}
     try:
-        with _silent_report():
+        with contextlib.ExitStack() as stack:
+            # transformers prints a table of what a checkpoint lacks; here that is one sentence.
+            stack.callback(logging.set_verbosity, logging.get_verbosity())
+            logging.set_verbosity_error()
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 place, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -67,9 +69,6 @@ def load_whole(name: str | Path, what: str, **options: Any) -> Any:
     return loaded
 
 
-_MISSING = {False: "there is no such folder", True: "there is no such file"}
-
-
 def not_loaded(what: str, name: str | Path, error: Exception) -> ConfigError:
     """The error that says why a model cannot be loaded, by its files if these are damaged, else in transformers' words.
 
@@ -79,7 +78,8 @@ def not_loaded(what: str, name: str | Path, error: Exception) -> ConfigError:
         error: what transformers raised.
     """
     near = "" if Path(name).exists() else did_you_mean_path(name)
-    reason = f"{_MISSING[is_gguf(name)] if is_missing_folder(name) else why_not_loaded(error)}{near}."
+    missing = f"there is no such {'file' if is_gguf(name) else 'folder'}"
+    reason = f"{missing if is_missing_folder(name) else why_not_loaded(error)}{near}."
     if Path(name).is_dir():
         try:
             open_files(name)
@@ -103,17 +103,6 @@ def why_not_loaded(error: Exception) -> str:
         return "it comes with code of its own; read that code, and if you trust it, set trust_remote_code=true"
     first, *others = [line.strip() for line in text.splitlines() if line.strip()]
     return (f"{first} {others[0]}" if first.endswith(":") and others else first).rstrip(".")
-
-
-@contextlib.contextmanager
-def _silent_report() -> Iterator[None]:
-    """transformers prints a table of what a checkpoint lacks; here that is one sentence."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _check_complete(model: PreTrainedModel, report: dict[str, Any], what: str) -> None:

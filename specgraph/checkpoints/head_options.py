@@ -56,9 +56,9 @@ def module_settings(loader: HeadLoader, options: HeadOptions) -> dict[str, Any]:
     }
 
 
-def check_mask_token(loader: HeadLoader, token: int | None, rows: int) -> None:
+def check_mask_token(loader: HeadLoader, token: int, rows: int) -> None:
     """Refuse a mask token that is none of the ``rows`` rows of the embedding."""
-    if token is None or not 0 <= token < rows:
+    if not 0 <= token < rows:
         raise ConfigError(
             f"The mask token of {loader.checkpoint.path} is {token}, outside its vocabulary of {rows}; set "
             f"draft.mask_token_id to an id from 0 to {rows - 1}."

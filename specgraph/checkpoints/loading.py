@@ -22,6 +22,8 @@ from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.tensors import equal_tensors
 
+BORROWED = (EMBEDDING, PROJECTION)
+"""The parameters that are taken from the target if the checkpoint does not have them."""
 COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
 """Tensors that are computed and not read."""
 
@@ -39,7 +41,6 @@ class HeadLoader:
         ignored: matches the names of tensors that are not parameters of the module: something else reads them, they are
             computed, or only training needs them.
         shown: gives the name that the file has for a parameter.
-        borrowed: the parameters that are taken from the target if the checkpoint does not have them.
     """
 
     checkpoint: Checkpoint
@@ -49,37 +50,36 @@ class HeadLoader:
     what: str
     ignored: re.Pattern[str] = COMPUTED
     shown: Callable[[str], str] = str
-    borrowed: Sequence[str] = (EMBEDDING, PROJECTION)
 
     @property
     def own(self) -> dict[str, nn.Parameter]:
         """The tensors of the target that heads borrow, by the names of the heads' parameters."""
         modules: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
-        return {name: module.weight for name, module in zip((EMBEDDING, PROJECTION), modules, strict=True)}
+        return {name: module.weight for name, module in zip(BORROWED, modules, strict=True)}
 
-    def add_biases(self, module: nn.Module, without: Sequence[str] = ()) -> None:
+    def add_biases(self, module: nn.Module) -> None:
         """Give linear layers the biases that the file has, whatever its configuration says.
 
-        The modules named by ``without`` get none.
+        The vocabulary projection, which may be the target's, gets none.
         """
-        owners = {name: owner for name, owner in module.named_modules() if name not in without}
+        owners = {name: owner for name, owner in module.named_modules() if f"{name}.weight" != PROJECTION}
         for name in self.stored:
             owner = owners.get(name.removesuffix(".bias"))
             if name.endswith(".bias") and isinstance(owner, nn.Linear):
                 owner.bias = nn.Parameter(torch.empty(owner.out_features, device="meta"), requires_grad=False)
 
-    def check(self, module: nn.Module, apart: Sequence[str] = ()) -> None:
-        """Compare names and shapes, except for the parameters ``apart``, which the caller checks.
+    def check(self, module: nn.Module) -> None:
+        """Compare names and shapes.
 
         Raises:
             ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and the found
                 shape.
         """
-        self.check_shapes({name: tuple(p.shape) for name, p in module.named_parameters() if name not in apart})
+        self.check_shapes({name: tuple(p.shape) for name, p in module.named_parameters()})
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names and shapes with those that are ``expected``, as :meth:`check` does."""
-        missing = [name for name in expected if name not in self.stored and name not in self.borrowed]
+        missing = [name for name in expected if name not in self.stored and name not in BORROWED]
         if missing:
             raise ConfigError(
                 f"{self.checkpoint.path} lacks {self._listed(missing)}; download it again or correct its config.json."
@@ -131,7 +131,7 @@ class HeadLoader:
         if name not in self.stored:
             return self.own[name]
         read = self.stored[name].read().reshape(expected.shape).to(self.info.dtype)
-        if name in self.borrowed and equal_tensors(read, self.own[name]):
+        if name in BORROWED and equal_tensors(read, self.own[name]):
             return self.own[name]
         # A CPU may round a matrix product differently when operands are not aligned, and a mapped file aligns none.
         # So the tensor is copied.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
-from specgraph.config import ParallelDraftConfig
 from specgraph.errors import ConfigError
 
 ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
@@ -163,21 +162,9 @@ class Reader:
         self.note("rope_theta", float(theta), source)
         return {**scaling, "rope_type": kind, "rope_theta": float(theta)}
 
-    def mask(self, overrides: ParallelDraftConfig, has_hidden: bool) -> int | None:
-        """The mask token of a head that can draft in parallel, or None for a head that cannot."""
-        if not has_hidden:
-            for name in ("mask_token_id", "parallel"):
-                if getattr(overrides, name):
-                    raise ConfigError(
-                        f"draft.{name} is set, but {self.checkpoint.path} has no mask_hidden, so it cannot draft in "
-                        f"parallel; leave draft.{name} out or give a P-EAGLE head."
-                    )
-            return None
-        key = self.checkpoint.mask_key
-        value = overrides.mask_token_id if overrides.mask_token_id is not None else self.checkpoint.mask_token_id
-        if value is None:
-            raise ConfigError(
-                f"{self.checkpoint.path} names no mask token for its mask_hidden; set draft.mask_token_id."
-            )
-        source = "draft.mask_token_id" if overrides.mask_token_id is not None else str(key)
-        return int(self.note("mask_token_id", value, source))
+    def mask_token(self, given: int | None, other: tuple[int | None, str] = (None, "")) -> int | None:
+        """The mask token: ``given`` by a user, or else the configuration's, or else ``other``, which has a source."""
+        named = self.checkpoint.mask_token_id, str(self.checkpoint.mask_key)
+        candidates = ((given, "draft.mask_token_id"), named, other)
+        value, source = next((found for found in candidates if found[0] is not None), other)
+        return None if value is None else int(self.note("mask_token_id", value, source))

@@ -1,4 +1,4 @@
-"""What a drafter is, and what its class tells the rest of the compiler.
+"""The interface of drafters: the class that the registry finds, and the objects that it is given.
 
 A drafter is one class in one file, ``specgraph/drafters/<kind>.py``. Its configuration class stands in
 ``specgraph/config/drafters.py``, or beside a drafter from outside this package. The class of the drafter is the
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Mask = ir.Mask
 DraftLike: TypeAlias = "PreTrainedModel | DraftHead | Checkpoint | str | Path"
-"""What ``draft=`` takes."""
+"""The types of values that ``draft=`` takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class DraftHead:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a drafter is made for: the target as a model and as it was traced.
+    """The target that a drafter is bound to, as a model and as it was traced.
 
     ``max_length`` is the longest sequence of the decoder; None leaves it to the target. ``rule`` is the one by which
     drafts will be verified.
@@ -97,12 +97,12 @@ class Drafter(ir.Drafter):
 
     @classmethod
     def called(cls, parallel: bool) -> str:
-        """What reports call it, if it drafts in parallel or not."""
+        """The name of the drafter in reports. ``parallel`` says whether it drafts all tokens in one call."""
         return cls.kind
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The name of the drafter in reports."""
         return self.called(self.parallel)
 
     @property

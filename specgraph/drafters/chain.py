@@ -87,9 +87,9 @@ class ChainDrafter(Drafter):
         return count
 
     def _settled_before(self, step: DraftStep, row: int) -> fx.Node:
-        """What says in the call that makes draft number ``row`` that its row, and those of the chain, are not settled.
+        """The node that marks the row of draft number ``row``, and the rows of the chain before it, as not settled.
 
-        It is minus the number of rows ``[B]`` from the first one that is not settled up to this call's.
+        Its value ``[B]`` is minus the number of rows from the first unsettled one up to this call's.
         """
         return step.call(functions.unsettled_rows, step.num_emitted, self._offset(row) + 1, name=f"settled_{row}")
 

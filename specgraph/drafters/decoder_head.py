@@ -1,4 +1,4 @@
-"""What heads have in common that are small decoders: EAGLE, EAGLE-3, DFlash and DSpark.
+"""The common base of heads that are small decoders: EAGLE, EAGLE-3, DFlash and DSpark.
 
 Their layers are those of Llama or of Qwen3. :class:`DecoderHead` is the base class of their modules, and
 :class:`DecoderHeadDrafter` that of their drafters, which loads a checkpoint: it reads the options, makes the module
@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
-from specgraph.checkpoints.head_options import HeadOptions, module_settings
+from specgraph.checkpoints.head_options import HeadOptions, check_mask_token, module_settings
 from specgraph.checkpoints.loading import HeadLoader, check_size
 from specgraph.checkpoints.vocabulary import read_vocabulary
 from specgraph.drafters.base import DraftHead
@@ -63,6 +63,7 @@ class DecoderHead(nn.Module):
         rotary: the rotary embedding of the layers.
         layers: the decoder layers.
         norm: the last norm.
+        mask_embedding: a parameter ``[H]`` that takes the place of the embedding of the mask token, or None.
         draft_to_target: a buffer, int64 ``[Vd]``, the target id of every draft id, or None if the two are the same.
     """
 
@@ -71,6 +72,7 @@ class DecoderHead(nn.Module):
     rotary: nn.Module
     layers: nn.ModuleList
     norm: nn.Module
+    mask_embedding: nn.Parameter | None
     draft_to_target: Tensor | None
 
     def __init__(self, config: Any) -> None:
@@ -82,6 +84,7 @@ class DecoderHead(nn.Module):
         self.config = replace(config, layers=layers)
         self.embed_tokens = nn.Embedding(layers.vocab_size, layers.hidden_size)
         self.rotary = LAYERS[layers.model_type][1](layers)
+        self.mask_embedding = None
         self.register_buffer("draft_to_target", None)
 
     @abstractmethod
@@ -118,7 +121,7 @@ class DecoderHeadDrafter(HeadDrafter):
     """Runs a :class:`DecoderHead`."""
 
     what: ClassVar[str]
-    """What errors call such a head, such as ``an EAGLE head``."""
+    """The name of such a head in error messages, such as ``an EAGLE head``."""
 
     @classmethod
     @abstractmethod
@@ -133,7 +136,7 @@ class DecoderHeadDrafter(HeadDrafter):
 
     @classmethod
     def loader(cls, checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo) -> HeadLoader:
-        """What reads the tensors of a checkpoint by the names of the module's parameters."""
+        """The loader of a checkpoint, which knows its tensors by the names of the module's parameters."""
         return HeadLoader(checkpoint, checkpoint.tensors, model, info, cls.what)
 
     @classmethod
@@ -145,15 +148,6 @@ class DecoderHeadDrafter(HeadDrafter):
         Raises:
             ConfigError: the head does not fit the target.
         """
-
-    @classmethod
-    def check_module(cls, loader: HeadLoader, module: Any, options: HeadOptions) -> None:
-        """Compare the names and shapes of a checkpoint's tensors with those of the module.
-
-        Raises:
-            ConfigError: names the tensor, the expected and found shape.
-        """
-        loader.check(module)
 
     @classmethod
     def choices(cls, checkpoint: Checkpoint, options: Any, target_layers: int | None) -> tuple[Choice, ...]:
@@ -170,8 +164,10 @@ class DecoderHeadDrafter(HeadDrafter):
         settings = module_settings(loader, found)
         with torch.device("meta"):
             module = cls.make_module(loader, settings)
-        loader.add_biases(module, without=("lm_head",))
-        cls.check_module(loader, module, found)
+        loader.add_biases(module)
+        loader.check(module)
+        if found.mask_token_id is not None and module.mask_embedding is None:
+            check_mask_token(loader, found.mask_token_id, module.embed_tokens.num_embeddings)
         # Files do not hold the frequencies of the rotary embedding, and those made on ``meta`` have no values.
         with torch.device("cpu"):
             module.rotary = type(module.rotary)(module.rotary.config).to(info.device)

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.head_options import HeadOptions, check_mask_token
+from specgraph.checkpoints.head_options import HeadOptions
 from specgraph.checkpoints.loading import HeadLoader
 from specgraph.config.drafters import DFlashDraftConfig
 from specgraph.drafters.base import DraftHead, Target
@@ -148,13 +148,6 @@ class DFlashDrafter(DecoderHeadDrafter):
     def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> DFlash:
         """A head with an embedding of the mask token if the checkpoint has one."""
         return cls.head(cls.shape(**settings), mask_embedding=MASK_EMBEDDING in loader.stored)
-
-    @classmethod
-    def check_module(cls, loader: HeadLoader, module: DFlash, options: HeadOptions) -> None:
-        """Compare names and shapes. Without an embedding of its own, the mask token needs a row of the embedding."""
-        super().check_module(loader, module, options)
-        if module.mask_embedding is None:
-            check_mask_token(loader, options.mask_token_id, module.embed_tokens.num_embeddings)
 
     @classmethod
     def bind(cls, head: DraftHead, options: Any, target: Target) -> Self:

@@ -107,19 +107,16 @@ def _block_size(reader: Reader, least: int) -> int:
 
 def _mask_token(reader: Reader, overrides: Any) -> int:
     """The mask token: the override, else the configuration's, else that of the file with the mask embedding."""
-    checkpoint = reader.checkpoint
-    if overrides.mask_token_id is not None:
-        return int(reader.note("mask_token_id", overrides.mask_token_id, "draft.mask_token_id"))
-    if checkpoint.mask_token_id is not None:
-        return int(reader.note("mask_token_id", checkpoint.mask_token_id, str(checkpoint.mask_key)))
-    found = read_mask_embedding(checkpoint.path)
-    if found is None or found[1] is None:
-        raise ConfigError(f"{checkpoint.path} names no mask token; set draft.mask_token_id.")
-    return int(reader.note("mask_token_id", found[1], f"{MASK_EMBEDDING}.pt"))
+    path = reader.checkpoint.path
+    beside = read_mask_embedding(path)
+    token = reader.mask_token(overrides.mask_token_id, (beside and beside[1], f"{MASK_EMBEDDING}.pt"))
+    if token is None:
+        raise ConfigError(f"{path} names no mask token; set draft.mask_token_id.")
+    return token
 
 
 def _masks(reader: Reader, count: int, overrides: Any) -> tuple[BlockMask, ...]:
-    """What the rows of a block see, for each layer.
+    """The mask of each layer, that is, which keys the rows of a block see.
 
     ``layer_types`` names the layers with a sliding window, unless ``use_sliding_window`` is false. In the layout of
     z-lab, ``use_swa`` gives all layers one, and rows then see each other in both directions; else ``is_causal``,

@@ -104,11 +104,7 @@ class DFlashLayer(nn.Module):
 
 
 class DFlash(DecoderHead):
-    """A DFlash head. Its parameters have the names of the files.
-
-    ``mask_embedding`` is a parameter ``[H]`` that takes the
-    place of the embedding of the mask token, or None.
-    """
+    """A DFlash head. Its parameters have the names of the files."""
 
     def __init__(self, config: DFlashConfig, *, mask_embedding: bool = False) -> None:
         super().__init__(config)

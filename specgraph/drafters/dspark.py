@@ -155,7 +155,7 @@ MARKOV_INPUTS = {
     "gated": ("tokens", "logits", "hidden"),
     "rnn": ("tokens", "logits", "hidden", "state"),
 }
-"""What a Markov head reads, by its kind."""
+"""The inputs of a Markov head, by its kind."""
 
 
 def export_refinements(head: DSpark, count: int) -> dict[str, fx.GraphModule]:

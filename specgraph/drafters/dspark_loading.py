@@ -1,6 +1,6 @@
 """The options of DSpark heads, and their configuration in the layout of DeepSpec.
 
-What they share with DFlash heads is read as theirs.
+Options that DFlash heads have, too, are read in the same way.
 
 Layouts: that of DeepSpec, whose options are at the top level of the configuration, and that of speculators. Tensors
 have the same names.

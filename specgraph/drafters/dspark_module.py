@@ -62,7 +62,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
     def forward(self, embedded: Tensor, hidden: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What :attr:`markov_w2` reads ``[..., r]``, and the next state.
+        """The input ``[..., r]`` of :attr:`markov_w2`, and the next state.
 
         Args:
             embedded: the embedding ``[..., r]`` of the token before.

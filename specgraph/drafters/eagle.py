@@ -108,9 +108,7 @@ class EagleDrafter(ShiftedDrafter):
         return None if whole else Checkpoint.of(files, cls.kind, "eagle", "eagle")
 
     @classmethod
-    def read_options(
-        cls, checkpoint: Checkpoint, overrides: EagleDraftConfig, target_layers: int | None = None
-    ) -> HeadOptions:
+    def read_options(cls, checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
         """The options of the decoder layers, and the base of the rotary embedding."""
         reader, names = Reader(checkpoint), checkpoint.tensors
         reader.note("biases", any(name.endswith(".bias") for name in names), "tensors")

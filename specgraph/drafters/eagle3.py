@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.head_options import HeadOptions, check_mask_token
+from specgraph.checkpoints.head_options import HeadOptions
 from specgraph.checkpoints.layers import read_layers
 from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import Reader
@@ -39,7 +39,7 @@ IGNORED = re.compile(r"t2d$|d2t$|mask_hidden$|(.*\.)?rotary_emb\.inv_freq$|verif
 """Tensors that are not parameters of the module: others read them, they are computed, or only training needs them."""
 
 DEFAULT_SOURCE = "default: 2, L // 2, L - 3"
-"""What reports say of :func:`default_features`."""
+"""The source that ``inspect`` shows for hidden states from :func:`default_features`."""
 RANDOM_VOCAB = 32000
 """How many tokens a random head can draft, which is the number of published EAGLE-3 heads for Llama. With a smaller
 vocabulary, it can draft all tokens."""
@@ -75,9 +75,7 @@ class Eagle3Drafter(ShiftedDrafter):
         return Checkpoint.of(files, cls.kind, layout, "peagle" if parallel else "eagle3", parallel=parallel)
 
     @classmethod
-    def read_options(
-        cls, checkpoint: Checkpoint, overrides: Eagle3DraftConfig, target_layers: int | None = None
-    ) -> HeadOptions:
+    def read_options(cls, checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
         """Collect the options of the head. Variants with another forward pass are refused."""
         names = {layer_name(name) for name in checkpoint.tensors}
         reader = Reader(checkpoint)
@@ -98,13 +96,16 @@ class Eagle3Drafter(ShiftedDrafter):
             "fc_norm": reader.flag("fc_norm", any(name.startswith("fc_norm.") for name in names)),
             "norm_output": reader.flag("norm_output", False, overrides.norm_output),
         }
-        mask = reader.mask(overrides, "mask_hidden" in names)
+        mask = _mask_token(reader, overrides, "mask_hidden" in names)
         return HeadOptions(layers, features, mask, settings, reader.sources)
 
     @classmethod
     def loader(cls, checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo) -> HeadLoader:
         """Reads the tensors by their names in the speculators layout."""
         stored = {layer_name(name): tensor for name, tensor in checkpoint.tensors.items()}
+        mask = stored.get("mask_hidden")
+        if mask is not None and mask.shape[:-1] in ((1, 1), (1,)):  # layouts differ in its leading dimensions
+            stored["mask_hidden"] = replace(mask, shape=mask.shape[-1:])
         old = _has_midlayer(checkpoint.tensors)
         return HeadLoader(
             checkpoint, stored, model, info, cls.what, IGNORED,
@@ -113,26 +114,13 @@ class Eagle3Drafter(ShiftedDrafter):
 
     @classmethod
     def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> Eagle3:
-        """A head with a ``mask_hidden`` if the checkpoint has one."""
+        """A head with a ``mask_hidden`` if the checkpoint has one, or needs one because it drafts in parallel."""
         config, info = Eagle3Config(**settings), loader.info
         if not config.fc and config.layers.hidden_size != info.hidden_size:
             raise loader.unfit(
                 f"it has no fc and the hidden size {config.layers.hidden_size}", f"has {info.hidden_size}"
             )
-        return Eagle3(config, parallel="mask_hidden" in loader.stored)
-
-    @classmethod
-    def check_module(cls, loader: HeadLoader, module: Eagle3, options: HeadOptions) -> None:
-        """Compare names and shapes. A ``mask_hidden`` may have any of three shapes."""
-        loader.check(module, apart=("mask_hidden",))
-        width, found = module.config.feature_size, loader.stored.get("mask_hidden")
-        if found is not None:
-            if found.shape not in ((1, 1, width), (1, width), (width,)):
-                raise loader.unfit(f"mask_hidden has the shape {list(found.shape)}", f"needs {[1, 1, width]}")
-            check_mask_token(loader, options.mask_token_id, module.embed_tokens.num_embeddings)
-        elif loader.checkpoint.algorithm == "peagle":
-            path = loader.checkpoint.path
-            raise ConfigError(f"{path} lacks mask_hidden, of shape {[1, 1, width]}; P-EAGLE needs it.")
+        return Eagle3(config, parallel=loader.checkpoint.parallel or "mask_hidden" in loader.stored)
 
     @classmethod
     def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
@@ -201,6 +189,23 @@ def default_features(num_layers: int) -> tuple[int, int, int]:
 def layer_name(name: str) -> str:
     """The name of a tensor in the speculators layout."""
     return re.sub(r"^midlayer\.", "layers.0.", name)
+
+
+def _mask_token(reader: Reader, overrides: Eagle3DraftConfig, has_hidden: bool) -> int | None:
+    """The mask token of a head that can draft in parallel, or None for a head that cannot."""
+    path = reader.checkpoint.path
+    if has_hidden:
+        token = reader.mask_token(overrides.mask_token_id)
+        if token is None:
+            raise ConfigError(f"{path} names no mask token for its mask_hidden; set draft.mask_token_id.")
+        return token
+    for name in ("mask_token_id", "parallel"):
+        if getattr(overrides, name):
+            raise ConfigError(
+                f"draft.{name} is set, but {path} has no mask_hidden, so it cannot draft in parallel; leave "
+                f"draft.{name} out or give a P-EAGLE head."
+            )
+    return None
 
 
 def _refuse_variants(reader: Reader) -> None:

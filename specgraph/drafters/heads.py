@@ -1,4 +1,4 @@
-"""What drafters that run a head have in common: how a head is bound, loaded, made and saved."""
+"""The base class of drafters that run a head, with how a head is bound, loaded, made and saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from specgraph.ir.model_info import ModelInfo
 
 @dataclass(frozen=True)
 class Record:
-    """What a saved head says about its training.
+    """Facts about the training of a head, which are saved with it.
 
     Attributes:
         target_name: the name or folder of the target.
@@ -42,7 +42,7 @@ class Record:
 class HeadDrafter(Drafter):
     """A drafter that runs a head. The class attribute ``new_layers`` is the number of layers of a new one."""
 
-    needs = "head"
+    needs: ClassVar[str | None] = "head"
     new_layers = 1
 
     @classmethod

@@ -21,7 +21,7 @@ from specgraph.tables import text_table
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found out about a checkpoint.
+    """The results of :func:`inspect_checkpoint`.
 
     Attributes:
         facts: what the checkpoint is, by name.

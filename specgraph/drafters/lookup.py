@@ -1,4 +1,4 @@
-"""What drafters that look the end of a sequence up in its own tokens have in common."""
+"""The base class of drafters that look the end of a sequence up in its own tokens."""
 
 from __future__ import annotations
 

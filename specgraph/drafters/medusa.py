@@ -273,7 +273,7 @@ def load_heads(checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo, 
             "path of the file that does, which is often medusa_lm_head.pt."
         )
     loader = HeadLoader(checkpoint, stored.tensors, model, info, "a set of Medusa heads", re.compile(TOKEN_MAP),
-                        stored.shown, borrowed=())  # fmt: skip
+                        stored.shown)  # fmt: skip
     ids = read_target_ids(loader, TOKEN_MAP) if TOKEN_MAP in stored.tensors else None
     vocab = info.vocab_size if ids is None else len(ids)
     biases = any(name.endswith(".bias") for name in stored.tensors)  # the repacked form may have none

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from torch import Tensor, fx
@@ -32,28 +32,12 @@ from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files, open_files
 from specgraph.checkpoints.loading import shared_notes
 from specgraph.config.drafters import MtpDraftConfig
+from specgraph.drafters import mtp_layouts as layouts
+from specgraph.drafters import mtp_loading as loading
 from specgraph.drafters.base import Draft, DraftHead, Target
 from specgraph.drafters.heads import HeadDrafter, Record
 from specgraph.drafters.mtp_graphs import export, join, module_info, module_name, part_names
 from specgraph.drafters.mtp_layers import check_layers, make_block
-from specgraph.drafters.mtp_layouts import (
-    LAYOUTS,
-    OPTIONS,
-    Modules,
-    declared_kinds,
-    recognise,
-    shown_values,
-    text_config,
-)
-from specgraph.drafters.mtp_loading import (
-    check_modules,
-    declared_modules,
-    load_module,
-    own_folder,
-    published,
-    used_modules,
-    used_options,
-)
 from specgraph.drafters.mtp_module import Mtp, MtpModule, MtpOptions
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
@@ -131,8 +115,8 @@ class MtpDrafter(HeadDrafter):
         return index % modules if self.beyond == "turns" else min(index, modules - 1)
 
     def _feeds(self, module: int) -> str | None:
-        """What a module's call gives beside the logits: its output at all rows (``rows``), at the last one (``row``),
-        or nothing.
+        """The second result of a module's call, beside the logits: its output at all rows (``rows``), at the last one
+        (``row``), or nothing.
         """
         chained = self.options.family == "chained"
         if module < len(self.models) - 1:
@@ -179,7 +163,7 @@ class MtpDrafter(HeadDrafter):
     def _next(
         self, step: DraftStep, inputs: dict[str, fx.Node], index: int, token: fx.Node, fed: fx.Node | None
     ) -> dict[str, fx.Node]:
-        """What the call that makes draft ``index`` takes in the place of the inputs of the call before."""
+        """Inputs of the call that makes draft ``index``, where they differ from those of the call before."""
         modules = len(self.models)
         if index < modules:
             tokens = step.call(
@@ -205,49 +189,30 @@ class MtpDrafter(HeadDrafter):
     @classmethod
     def recognise_inside(cls, files: Files) -> Checkpoint | None:
         """Recognise MTP modules, also among the tensors of a target."""
-        layout = recognise(files.config, files.tensors)
+        layout = layouts.recognise(files.config, files.tensors)
         return None if layout is None else Checkpoint.of(files, cls.kind, layout.name, "mtp")
 
     @classmethod
     def choices(cls, checkpoint: Checkpoint, options: MtpDraftConfig, target_layers: int | None) -> tuple[Choice, ...]:
         """The number of modules, and how they are used."""
-        count = len(used_modules(checkpoint, options.num_modules))
+        count = len(loading.used_modules(checkpoint, options.num_modules))
         from_ = "tensors" if options.num_modules is None else "draft.num_modules"
-        used = used_options(checkpoint, own_options(options), text_config(checkpoint.config), range(count))
+        used = loading.used_options(checkpoint, options, layouts.text_config(checkpoint.config), range(count))
         names, sources = vars(used[0][0]), used[0][1]
-        choices = (Choice(n, shown_values([vars(own)[n] for own, _ in used]), sources[n]) for n in names)
+        choices = (Choice(n, layouts.shown_values([vars(own)[n] for own, _ in used]), sources[n]) for n in names)
         return (Choice("num_modules", count, from_), *choices)
 
     @classmethod
-    def check_fit(
-        cls, checkpoint: Checkpoint, options: MtpDraftConfig, model: PreTrainedModel, info: ModelInfo
-    ) -> None:
+    def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
         """Compare names and shapes; nothing is read."""
-        cls._fitting(checkpoint, options, model, info)
+        loading.check_modules(checkpoint, options, model, info)
 
     @classmethod
-    def load(
-        cls, checkpoint: Checkpoint, options: MtpDraftConfig, model: PreTrainedModel, info: ModelInfo
-    ) -> DraftHead:
-        """Read the modules that are used.
-
-        Raises:
-            ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found
-                shape.
-        """
-        stored, used = cls._fitting(checkpoint, options, model, info)
-        loaded = (load_module(checkpoint, index, stored[index], used[index], model, info) for index in stored)
+    def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
+        """Read the modules that are used."""
+        stored, used = loading.check_modules(checkpoint, options, model, info)
+        loaded = (loading.load_module(checkpoint, index, stored[index], used[index], model, info) for index in stored)
         return DraftHead(Mtp(loaded), (cls.hidden_layer(used[0], info.num_layers),))
-
-    @staticmethod
-    def _fitting(
-        checkpoint: Checkpoint, options: MtpDraftConfig, model: PreTrainedModel, info: ModelInfo
-    ) -> tuple[Modules, list[MtpOptions]]:
-        """The modules that are used, whose names and shapes are compared, and how each of them is used."""
-        stored, text = used_modules(checkpoint, options.num_modules), model.config.get_text_config()
-        used = [own for own, _ in used_options(checkpoint, own_options(options), text, stored)]
-        check_modules(checkpoint, stored, used, model, info)
-        return stored, used
 
     @staticmethod
     def hidden_layer(options: MtpOptions, num_layers: int) -> int:
@@ -272,7 +237,7 @@ class MtpDrafter(HeadDrafter):
     @classmethod
     def shared(cls, checkpoint: Checkpoint, options: Any, module: Any, model: PreTrainedModel) -> tuple[str, ...]:
         """A line for every tensor of a module that is the target's own."""
-        stored = used_modules(checkpoint, options.num_modules)
+        stored = loading.used_modules(checkpoint, options.num_modules)
         found = (shared_notes(stored[i], own, model, module_name(i)) for i, own in enumerate(module))
         return tuple(itertools.chain.from_iterable(found))
 
@@ -295,7 +260,7 @@ class MtpDrafter(HeadDrafter):
         text: Any = plan.model.config.get_text_config()
         modules = []
         for index in range(plan.layers.num_hidden_layers):
-            used = replace(MtpOptions(), family=plan.family, **declared_kinds(text, index))  # type: ignore[arg-type]
+            used = replace(MtpOptions(), family=plan.family, **layouts.declared_kinds(text, index))  # type: ignore[arg-type]
             block: Any = make_block(plan.model, plan.model.device, used)
             rotary = getattr(block, "rotary_emb", None)  # the target's own, whose frequencies keep their dtype
             block.rotary_emb = None
@@ -315,7 +280,7 @@ class MtpDrafter(HeadDrafter):
             "architectures": ["MTPDraftModel"],
             "speculators_model_type": "mtp",
             "num_nextn_predict_layers": len(head.module),
-            OPTIONS: vars(head.module.options),
+            layouts.OPTIONS: vars(head.module.options),
             "transformer_layer_config": head.module[0].block.config.to_diff_dict(),
             "base_model_name_or_path": record.target_name,
         }
@@ -323,22 +288,18 @@ class MtpDrafter(HeadDrafter):
     @classmethod
     def saved_tensors(cls, head: DraftHead) -> dict[str, Tensor]:
         """The tensors of the speculators layout."""
-        return published(head.module, LAYOUTS["speculators"])
+        return loading.published(head.module, layouts.LAYOUTS["speculators"])
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: MtpDraftConfig) -> DraftHead:
         """``draft.num_modules`` random modules (1 by default) whose embedding and projection are the target's."""
         text: Any = model.config.get_text_config()
-        given = {name: value for name, value in own_options(options).items() if value is not None}
-        used = [replace(MtpOptions(), **declared_kinds(text, i) | given) for i in range(options.num_modules or 1)]
+        given = {name: value for name, value in loading.own_options(options).items() if value is not None}
+        kinds = (layouts.declared_kinds(text, index) for index in range(options.num_modules or 1))
+        used = [replace(MtpOptions(), **own | given) for own in kinds]
         blocks = (make_block(model, model.device, own).requires_grad_(False) for own in used)
         modules = Mtp(MtpModule(model, block, used[index], index) for index, block in enumerate(blocks))
         return DraftHead(modules.eval(), (cls.hidden_layer(used[0], text.num_hidden_layers),))
-
-
-def own_options(options: MtpDraftConfig) -> dict[str, Any]:
-    """The options of :class:`~specgraph.drafters.mtp_module.MtpOptions` that a user gave; None where not."""
-    return {item.name: getattr(options, item.name) for item in fields(MtpOptions)}
 
 
 def own_modules(model: PreTrainedModel) -> Checkpoint:
@@ -347,10 +308,10 @@ def own_modules(model: PreTrainedModel) -> Checkpoint:
     Raises:
         ConfigError: it has no checkpoint on this machine, or that holds none.
     """
-    files = open_files(own_folder(model))
+    files = open_files(loading.own_folder(model))
     found = MtpDrafter.recognise_inside(files)
     if found is None:
-        declared = declared_modules(files.config)
+        declared = loading.declared_modules(files.config)
         why = f", although its config.json names {declared}" if declared else ""
         raise ConfigError(
             f"{files.path} holds no MTP modules{why}; give a checkpoint that does by draft=... or draft.model, or use "

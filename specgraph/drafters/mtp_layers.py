@@ -1,17 +1,16 @@
 """Which decoder layer an MTP module has: that of the target's own class, of one of the kinds that the target has.
 
 Layers of one target can differ: in how they attend (``layer_types`` of transformers' configurations), in whether they
-have experts (``mlp_layer_types``, or rules about the number of the layer), and in single values (``per_layer_config``).
-The kind of a module's layer is an option of its layout, unless the configuration lists the kinds of the modules' layers
-(``mtp_layer_types``, ``mtp_mlp_layer_types``). Where neither says anything, it is that of the target's last layer that
-attends to everything.
+have experts, and in single values (``per_layer_config``). The kind of a module's layer is an option of its layout,
+unless the configuration lists the kinds of the modules' layers (``mtp_layer_types``, ``mtp_mlp_layer_types``). Where
+neither names a kind, the module's layer is like the target's last layer with full attention.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +28,7 @@ def make_block(model: PreTrainedModel, device: torch.device | str, options: MtpO
 
     Raises:
         ConfigError: the target has no layers of this kind, its base model is not a stack ``layers`` with a ``norm``
-            behind it, or a layer that is alone differs from those in the stack.
+            behind it, or a single layer of its class has other parameters than the layers in the stack.
     """
     base: Any = model.base_model
     if not isinstance(getattr(base, "layers", None), nn.ModuleList) or getattr(base, "norm", None) is None:
@@ -60,9 +59,9 @@ def _check_alike(model: PreTrainedModel, block: Any, options: MtpOptions) -> Non
     name = next((name for name in names if known.get(name) != own.get(name)), None)
     if name is not None:
         raise ConfigError(
-            f"A layer of {type(model).__name__} that is alone differs from the one it is like: {name} has the shape "
-            f"{own.get(name)}, not {known.get(name)}. Its layers depend on their number in a way that specgraph does "
-            "not know, so it makes no MTP modules of them; use another drafter."
+            f"A single-layer copy of {type(model).__name__} has other parameter shapes than its layer {like}: {name} "
+            f"has the shape {own.get(name)}, not {known.get(name)}. The layers depend on their index in a way that "
+            "specgraph does not know, so it makes no MTP modules of them; use another drafter."
         )
 
 
@@ -79,9 +78,7 @@ def block_config(model: PreTrainedModel, options: MtpOptions) -> PretrainedConfi
     config.num_hidden_layers = 1
     for name, values in lists.items():
         setattr(config, name, [values[like]])
-    kinds = mlp_types(text)
-    if kinds is not None:
-        _set_mlp_type(config, options.mlp_type or kinds[like])
+    _set_mlp_type(config, options.mlp_type, mlp_type(cast(Any, model.base_model).layers[like]))
     config.vocab_size, config.pad_token_id = 1, 0  # the block gets no embedding
     config.bos_token_id = config.eos_token_id = None
     made: PretrainedConfig = config
@@ -97,10 +94,9 @@ def like_layer(model: PreTrainedModel, options: MtpOptions) -> tuple[int, bool]:
     Raises:
         ConfigError: no layer attends as wanted.
     """
-    text: Any = model.config.get_text_config()
-    mlps, wanted = mlp_types(text), options.mlp_type
+    layers, wanted = cast(Any, model.base_model).layers, options.mlp_type
     candidates = _attending(model, options.layer_type)
-    both = [index for index in candidates if wanted is None or mlps is None or mlps[index] == wanted]
+    both = [index for index in candidates if wanted is None or mlp_type(layers[index]) == wanted]
     return (both or candidates)[-1], bool(both)
 
 
@@ -119,36 +115,26 @@ def _attending(model: PreTrainedModel, wanted: str | None) -> list[int]:
     )
 
 
-def mlp_types(text: Any) -> list[str] | None:
-    """For every layer of a target, ``sparse`` if it has experts, else ``dense``; None if the layers do not differ.
+def mlp_type(layer: nn.Module) -> str:
+    """``sparse`` if a decoder layer has experts, else ``dense``."""
+    return "sparse" if any("experts" in name for name, _ in layer.named_modules()) else "dense"
+
+
+def _set_mlp_type(config: Any, wanted: str | None, own: str) -> None:
+    """Let the only layer of ``config`` have experts or not, as ``wanted``, or else as the layer that it is like.
 
     Configurations say it by a list, by the number of dense layers at the beginning, or by the numbers of the dense
-    layers and a period.
+    layers and a period. The list already has the kind of that layer, which ``own`` names for the other keys.
     """
-    layers = range(text.num_hidden_layers)
-    listed = getattr(text, "mlp_layer_types", None)
-    if listed is not None:
-        return list(listed)
-    first, dense = getattr(text, "first_k_dense_replace", None), getattr(text, "mlp_only_layers", None)
-    if first is not None:
-        return ["dense" if index < first else "sparse" for index in layers]
-    if dense is None:
-        return None
-    period = getattr(text, "decoder_sparse_step", 1)
-    return ["dense" if index in dense or (index + 1) % period else "sparse" for index in layers]
-
-
-def _set_mlp_type(config: Any, kind: str) -> None:
-    """Let the only layer of ``config`` have experts or not, by each of the keys that :func:`mlp_types` reads."""
-    dense = kind == "dense"
-    values: Mapping[str, Any] = {
-        "mlp_layer_types": [kind],
+    dense = (wanted or own) == "dense"
+    values = {
+        "mlp_layer_types": None if wanted is None else [wanted],
         "first_k_dense_replace": int(dense),
         "mlp_only_layers": [0] if dense else [],
         "decoder_sparse_step": 1,
     }
     for key, value in values.items():
-        if getattr(config, key, None) is not None:
+        if value is not None and getattr(config, key, None) is not None:
             setattr(config, key, value)
 
 

@@ -69,7 +69,7 @@ class Layout:
         for begins, name in self.names:
             if rest.startswith(begins):
                 return name + rest.removeprefix(begins)
-        # Where the decoder layer has a number of its own, other tensors are none of its.
+        # Where the layout names the decoder layer, unlisted tensors do not belong to the layer.
         return rest if any(name == BLOCK for _, name in self.names) else BLOCK + rest
 
 
@@ -207,7 +207,7 @@ def shown_values(values: Sequence[Any]) -> Any:
 
 
 def declared_kinds(text: object, index: int) -> dict[str, Any]:
-    """What the configuration of a model says about the layer of module ``index``, by the names of the options."""
+    """The options of module ``index`` that the configuration of a model lists, by their names."""
     lists: dict[str, Any] = {name: getattr(text, key, None) or () for name, key in DECLARED.items()}
     return {name: values[index] for name, values in lists.items() if index < len(values)}
 

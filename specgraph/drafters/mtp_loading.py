@@ -6,7 +6,8 @@ parameters of its classes (experts are stored one by one, for example). The rest
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -79,30 +80,38 @@ def declared_modules(config: Mapping[str, Any]) -> int:
     return max((value for value in values if isinstance(value, int)), default=0)
 
 
+def own_options(options: Any) -> dict[str, Any]:
+    """The options of :class:`~specgraph.drafters.mtp_module.MtpOptions` that a user gave; None where not."""
+    return {item.name: getattr(options, item.name) for item in fields(MtpOptions)}
+
+
 def used_options(
-    checkpoint: Checkpoint, given: Mapping[str, Any], text: object, modules: Iterable[int]
+    checkpoint: Checkpoint, options: Any, text: object, modules: Iterable[int]
 ) -> list[tuple[MtpOptions, dict[str, str]]]:
     """How each module of a checkpoint is used with a model of the configuration ``text``, and by which sources.
 
-    ``given`` are the options of a user.
+    ``options`` is the configuration of the drafter.
     """
-    layout = LAYOUTS[checkpoint.layout]
+    layout, given = LAYOUTS[checkpoint.layout], own_options(options)
     return [with_overrides(layout, checkpoint.config, text, given, index) for index in modules]
 
 
 def check_modules(
-    checkpoint: Checkpoint, modules: Modules, options: Sequence[MtpOptions], model: PreTrainedModel, info: ModelInfo
-) -> None:
+    checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo
+) -> tuple[Modules, list[MtpOptions]]:
     """Compare the names and shapes of the modules' tensors with those that the target's own layer class needs.
 
-    ``options`` say of each module how it is used.
+    Returns the modules that are used, and how each of them is.
 
     Raises:
         ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
     """
-    like = {used: MtpModule(model, make_block(model, "meta", used), used, 0) for used in set(options)}
-    for (index, stored), used in zip(modules.items(), options, strict=True):
+    modules, text = used_modules(checkpoint, options.num_modules), model.config.get_text_config()
+    uses = [own for own, _ in used_options(checkpoint, options, text, modules)]
+    like = {used: MtpModule(model, make_block(model, "meta", used), used, 0) for used in set(uses)}
+    for (index, stored), used in zip(modules.items(), uses, strict=True):
         _loader(checkpoint, index, stored, model, info).check_shapes(_expected(like[used], stored))
+    return modules, uses
 
 
 def load_module(

@@ -16,7 +16,7 @@ SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "hea
 
 @dataclass(frozen=True, eq=False)
 class HeadPlan:
-    """What an untrained head is made from.
+    """The sizes and options of an untrained head.
 
     Attributes:
         model: the target.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specgraph.drafters.heads import HeadDrafter
 
 KINDS = {"model_type": ("llama", "qwen3"), "family": ("chained", "target"), "markov_kind": ("vanilla", "gated", "rnn")}
-"""What fields of :class:`HeadConfig` may be."""
+"""The allowed values of some fields of :class:`HeadConfig`."""
 
 
 @dataclass

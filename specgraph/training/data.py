@@ -115,11 +115,6 @@ def by_length(documents: Sequence[Encoded], batch_size: int) -> list[list[Encode
     return [ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size)]
 
 
-def in_order(documents: Sequence[Encoded], batch_size: int, pad_id: int, question_weight: float = 1.0) -> list[Batch]:
-    """Batches for evaluation, with every document once, in the order of length."""
-    return [collate(group, pad_id, question_weight) for group in by_length(documents, batch_size)]
-
-
 def shuffled(
     documents: Sequence[Encoded], batch_size: int, pad_id: int, seed: int, question_weight: float = 1.0
 ) -> Iterator[Batch]:

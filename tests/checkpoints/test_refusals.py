@@ -225,13 +225,13 @@ MISFITS: dict[str, tuple[Callable[[], Written], Change, dict[str, Any], str]] = 
         lambda: layouts.speculators("peagle"),
         _without("mask_hidden"),
         {},
-        r"lacks mask_hidden, of shape \[1, 1, 96\]",
+        "lacks mask_hidden; download it again or correct its config.json",
     ),
     "mask_hidden of another width": (
         lambda: layouts.speculators("peagle"),
         _with(mask_hidden=torch.zeros(1, 1, 32)),
         {},
-        r"mask_hidden has the shape \[1, 1, 32\], but the target Llama needs \[1, 1, 96\]",
+        r"mask_hidden has the shape \[32\], but the target Llama and config.json need \[96\]",
     ),
     "parallel without mask_hidden": (
         layouts.specforge,
