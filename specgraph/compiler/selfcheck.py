@@ -20,7 +20,7 @@ from specgraph.errors import NumericsError, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.recurrent import hooked_recurrence
 from specgraph.frontend.tracing import ATTENTION, TracedModel
-from specgraph.ir.drafter import Drafter
+from specgraph.ir.drafter import BoundDrafter
 from specgraph.ir.exporting import own_copy
 from specgraph.ir.linear import linears
 from specgraph.ir.model_info import Rope
@@ -90,7 +90,7 @@ def _check_numbers(model: PreTrainedModel, states: list[Tensor]) -> None:
     )
 
 
-def check_draft(drafter: Drafter) -> None:
+def check_draft(drafter: BoundDrafter) -> None:
     """Refuse a draft with NaN in its weights, of which no draft would ever be accepted.
 
     Raises:

@@ -21,7 +21,7 @@ from specgraph.checkpoints.files import Files
 from specgraph.config import DraftConfig
 from specgraph.errors import ConfigError
 from specgraph.frontend.tracing import TracedModel
-from specgraph.ir import drafter as ir
+from specgraph.ir.drafter import BoundDrafter
 from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels.verify import LOSSLESS_RULES
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-Mask = ir.Mask
 DraftLike: TypeAlias = "PreTrainedModel | DraftHead | Checkpoint | str | Path"
 """The types of values that ``draft=`` takes."""
 
@@ -80,7 +79,7 @@ def chooses_drafts(options: DraftConfig, rule: str, device: torch.device) -> boo
 
 
 @dataclass(frozen=True, eq=False)
-class Drafter(ir.Drafter):
+class Drafter(BoundDrafter):
     """A drafter of the registry.
 
     Class attributes: ``kind`` is its name in the configuration, ``Config`` its configuration class, ``reads`` what

@@ -48,8 +48,7 @@ from specgraph.drafters.dflash_loading import (
 from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
 from specgraph.drafters.dflash_saving import z_lab_config
 from specgraph.drafters.heads import Record
-from specgraph.drafters.parts import FEATURES as INPUT
-from specgraph.drafters.parts import Part, export_parts
+from specgraph.drafters.parts import TARGET_FEATURES, Part, export_parts
 from specgraph.drafters.plan import HeadPlan, plain_layer, random_plan
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
@@ -272,9 +271,9 @@ def export_block(head: DFlash, num_masks: int, count: int) -> dict[str, fx.Graph
     drafts.
     """
     parts = {
-        FEATURES: Part(head.combine, (INPUT,) * head.config.num_features),
+        FEATURES: Part(head.combine, (TARGET_FEATURES,) * head.config.num_features),
         CONTEXT: Part(head.keep, ("hidden", "positions")),
         BLOCK: Part(partial(head.draft, count=count), ("tokens", "positions"), num_masks + 1),
     }
-    widths = {INPUT: head.config.target_hidden_size, "hidden": head.fc.out_features}
+    widths = {TARGET_FEATURES: head.config.target_hidden_size, "hidden": head.fc.out_features}
     return export_parts(head, head.lm_head.weight, widths, parts)

@@ -20,11 +20,12 @@ from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.gguf import is_gguf
 from specgraph.checkpoints.tokenizers import check_same_tokenizer
 from specgraph.config.drafters import DraftModelConfig
-from specgraph.drafters.base import Draft, DraftHead, Mask, Target, chooses_drafts
+from specgraph.drafters.base import Draft, DraftHead, Target, chooses_drafts
 from specgraph.drafters.chain import BODY, HEAD, ChainDrafter
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.shapes_only import without_weights
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
+from specgraph.ir.drafter import Mask
 from specgraph.ir.model_info import ModelInfo
 
 MOST = 16

@@ -13,7 +13,7 @@ from specgraph.frontend.tracing import export_hooked
 from specgraph.ir.graphs import splice
 from specgraph.ir.model_info import Rope
 
-FEATURES = "features"
+TARGET_FEATURES = "features"
 """The name of the hidden states of the target that a part takes as positional arguments."""
 
 
@@ -23,7 +23,7 @@ class Part:
 
     Attributes:
         run: a method of the head. The names of its arguments become those of the graph's inputs.
-        inputs: the arguments that it gets, of which :data:`FEATURES` may be there several times.
+        inputs: the arguments that it gets, of which :data:`TARGET_FEATURES` may be there several times.
         rows: the number of rows of every input; None for any number.
     """
 
@@ -59,7 +59,7 @@ def export_parts(
         dims = {0: batch, 1: length} if part.rows is None else {0: batch}
         # Each argument is a tensor of its own, because export would merge inputs that are the same tensor.
         given = tuple(_example(like, part.rows or 5, widths.get(key)) for key in part.inputs)
-        shapes = {key: (dims,) * part.inputs.count(key) if key == FEATURES else dims for key in part.inputs}
+        shapes = {key: (dims,) * part.inputs.count(key) if key == TARGET_FEATURES else dims for key in part.inputs}
         graphs[name] = export_hooked(_Module(head, part.run), given, shapes, name, "head.", rope)
     return graphs
 

@@ -19,8 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from specgraph.drafters.base import DraftHead, Target
 from specgraph.drafters.chain import BODY, FEATURES, HEAD, ChainDrafter
 from specgraph.drafters.decoder_head import DecoderHead, DecoderHeadDrafter
-from specgraph.drafters.parts import FEATURES as INPUT
-from specgraph.drafters.parts import Part, export_parts
+from specgraph.drafters.parts import TARGET_FEATURES, Part, export_parts
 from specgraph.drafters.plan import HeadPlan, random_plan
 from specgraph.ir.drafter import Mask
 
@@ -135,11 +134,11 @@ def export_shifted(head: ShiftedHead) -> dict[str, fx.GraphModule]:
     output into logits and the hidden state that the next draft reads.
     """
     parts = {
-        FEATURES: Part(head.combine, (INPUT,) * head.config.num_features),
+        FEATURES: Part(head.combine, (TARGET_FEATURES,) * head.config.num_features),
         BODY: Part(head.forward, ("tokens", "positions", "hidden")),
         HEAD: Part(head.predict, ("hidden",)),
     }
-    widths = {INPUT: head.config.target_hidden_size, "hidden": head.config.layers.hidden_size}
+    widths = {TARGET_FEATURES: head.config.target_hidden_size, "hidden": head.config.layers.hidden_size}
     return export_parts(head, head.lm_head.weight, widths, parts)
 
 

@@ -8,14 +8,14 @@ from typing import Any, cast
 from torch import fx
 
 from specgraph.frontend.tracing import TracedModel
-from specgraph.ir.drafter import Drafter
+from specgraph.ir.drafter import BoundDrafter
 from specgraph.ir.modules import Modules
 from specgraph.ir.program import FIRST_FACTS, Program
 from specgraph.kernels.state import Buffer, per_call
 from specgraph.kernels.step import row_positions
 
 
-def first_program(target: TracedModel, drafter: Drafter) -> Program:
+def first_program(target: TracedModel, drafter: BoundDrafter) -> Program:
     """The program of the stage ``trace``: its step runs the target over a window, without a cache and without drafts.
 
     The inputs are ``window``, int64 ``[B, T]``, and ``start`` ``[B]``, the position of the window's first token. The

@@ -28,7 +28,7 @@ class Mask:
 
 
 @dataclass(frozen=True, eq=False)
-class Drafter(ABC):
+class BoundDrafter(ABC):
     """A drafter that is bound to a target: facts about it, and the method that adds its nodes to a step graph.
 
     Class attributes: ``chained`` says whether it makes its drafts by a chain of calls, which ``parallel_draft`` can

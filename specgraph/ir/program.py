@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from specgraph.errors import PassError
 from specgraph.ir.compiling import compile_module
-from specgraph.ir.drafter import Drafter
+from specgraph.ir.drafter import BoundDrafter
 from specgraph.ir.graphs import copy_graph, new_module
 from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.modules import Modules
@@ -53,7 +53,7 @@ class Program:
     modules: Modules
     inputs: dict[str, Input]
     target: ModelInfo
-    drafter: Drafter
+    drafter: BoundDrafter
     facts: frozenset[str] = frozenset()
     undone: Mapping[str, str] = field(default_factory=dict)
     """The facts that held once, and the pass that has invalidated each."""
