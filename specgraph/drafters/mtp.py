@@ -89,7 +89,8 @@ class MtpDrafter(HeadDrafter):
         fed: fx.Node | None = None
         for index in range(count):
             module = self._module_of(index)
-            call = step.draft(module_name(module), **{**bound[module], **inputs}, name=f"draft_{index}")
+            given = bound[module] | inputs
+            call = step.program.call(module_name(module), **given, name=f"draft_{index}", role="draft")
             if index >= modules:
                 step.mark_scratch(call)
             logits = call

@@ -119,9 +119,9 @@ class DraftStep:
         """Append a call of a function of :mod:`specgraph.kernels.step`, or of a module by its name."""
         return self.program.call(target, *args, name=name, **kwargs)
 
-    def draft(self, module: str = "draft", /, *, name: str, **kwargs: Any) -> fx.Node:
-        """Append a draft call of a module."""
-        return self.program.call(module, name=name, role="draft", **kwargs)
+    def draft(self, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
+        """Append a call of the module ``draft``."""
+        return self.program.call("draft", *args, name=name, role="draft", **kwargs)
 
     def mark_scratch(self, call: fx.Node) -> None:
         """Say of a draft call that later steps write whatever it keeps again, before they read it.
