@@ -49,7 +49,7 @@ from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
 from specgraph.drafters.dflash_saving import z_lab_config
 from specgraph.drafters.heads import Record
 from specgraph.drafters.parts import TARGET_FEATURES, Part, export_parts
-from specgraph.drafters.plan import HeadPlan, plain_layer, random_plan
+from specgraph.drafters.plan import HeadPlan, plain_layer
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
@@ -231,8 +231,7 @@ class DFlashDrafter(DecoderHeadDrafter):
 
         Its blocks have the rows that the drafts need, if ``block_rows`` asks for no other number.
         """
-        text: Any = model.config.get_text_config()
-        plan = random_plan(model, cls.feature_layers(text.num_hidden_layers), options.num_speculative_tokens)
+        plan, text = cls.plan_random(model, options), model.config.get_text_config()
         rows = len(plan.embedding)
         plan = replace(plan, layers=plain_layer(text, rows, "qwen3", RANDOM_LAYERS), mask_token_id=rows - 1,
                        markov_rank=RANDOM_RANK, confidence=True)  # fmt: skip

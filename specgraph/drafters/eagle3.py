@@ -149,9 +149,9 @@ class Eagle3Drafter(ShiftedDrafter):
         return DraftHead(module, plan.features, plan.mask_token_id if parallel else None, parallel)
 
     @classmethod
-    def plan_random(cls, model: PreTrainedModel) -> HeadPlan:
+    def plan_random(cls, model: PreTrainedModel, options: Any) -> HeadPlan:
         """A plan for a head that drafts a random part of a large vocabulary; published heads draft a part, too."""
-        plan = super().plan_random(model)
+        plan = super().plan_random(model, options)
         full = len(plan.projection)
         kept = torch.randperm(full)[:RANDOM_VOCAB].sort().values if full > RANDOM_VOCAB else None
         return replace(plan, vocabulary=kept, mask_token_id=len(plan.embedding) - 1)

@@ -16,7 +16,7 @@ from specgraph.checkpoints.checkpoint import Checkpoint
 from specgraph.checkpoints.loading import shared_notes
 from specgraph.checkpoints.writing import without_shared, write_checkpoint
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
-from specgraph.drafters.plan import HeadPlan
+from specgraph.drafters.plan import HeadPlan, plain_layer
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 
@@ -103,6 +103,14 @@ class HeadDrafter(Drafter):
     def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
         """The hidden states that a new head reads of a target with so many layers: the last one, behind its norm."""
         return (num_layers,)
+
+    @classmethod
+    def plan_random(cls, model: PreTrainedModel, options: Any) -> HeadPlan:
+        """A plan for a random head of one layer, as wide as the target's, that drafts the whole vocabulary."""
+        text: Any = model.config.get_text_config()
+        embedding: Any = model.get_input_embeddings()
+        features = cls.feature_layers(text.num_hidden_layers)
+        return HeadPlan(model, plain_layer(text, len(embedding.weight)), features, steps=options.num_speculative_tokens)
 
     @classmethod
     @abstractmethod

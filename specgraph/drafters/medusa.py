@@ -26,7 +26,7 @@ from specgraph.checkpoints.vocabulary import read_target_ids
 from specgraph.config.drafters import MedusaDraftConfig
 from specgraph.drafters.base import DraftHead, Target
 from specgraph.drafters.heads import HeadDrafter, Record
-from specgraph.drafters.plan import HeadPlan, random_plan
+from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
 from specgraph.ir.exporting import export_module
@@ -154,7 +154,24 @@ class MedusaDrafter(HeadDrafter):
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
         """Load the heads that make the drafts; further ones are checked, and not read."""
-        return load_heads(checkpoint, model, info, options.num_speculative_tokens)
+        stored = StoredHeads.of(checkpoint.tensors)
+        if not stored.num_heads:
+            raise ConfigError(
+                f"{checkpoint.path} holds no Medusa heads, whose tensors have names such as 0.0.linear.weight; give "
+                "the path of the file that does, which is often medusa_lm_head.pt."
+            )
+        loader = HeadLoader(checkpoint, stored.tensors, model, info, "a set of Medusa heads", re.compile(TOKEN_MAP),
+                            stored.shown)  # fmt: skip
+        ids = read_target_ids(loader, TOKEN_MAP) if TOKEN_MAP in stored.tensors else None
+        vocab = info.vocab_size if ids is None else len(ids)
+        biases = any(name.endswith(".bias") for name in stored.tensors)  # the repacked form may have none
+        with torch.device("meta"):
+            module = Medusa.of(stored.num_heads, stored.num_blocks, info.hidden_size, vocab, biases)
+        loader.check(module)
+        first = cast(Medusa, module[: options.num_speculative_tokens])
+        loader.fill(first)
+        first.draft_to_target = ids
+        return DraftHead(first.eval(), (info.num_layers,))
 
     @classmethod
     def inputs_of(cls, module: Medusa) -> tuple[Tensor, int, int]:
@@ -200,8 +217,7 @@ class MedusaDrafter(HeadDrafter):
     @classmethod
     def random(cls, model: PreTrainedModel, options: MedusaDraftConfig) -> DraftHead:
         """One head with one block for each draft."""
-        text: Any = model.config.get_text_config()
-        plan = random_plan(model, cls.feature_layers(text.num_hidden_layers), options.num_speculative_tokens)
+        plan = cls.plan_random(model, options)
         rows, size = plan.projection.shape
         module = Medusa.of(plan.steps, 1, size, rows).to(plan.projection)
         return DraftHead(module.eval().requires_grad_(False), plan.features)
@@ -258,29 +274,3 @@ class StoredHeads:
             head, layer, block, leaf = match.groups()
             name = f"blocks.{head}.layers.{layer}.{leaf}" if block else f"lm_heads.{head}.weight"
         return self.prefix + name
-
-
-def load_heads(checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo, count: int | None = None) -> DraftHead:
-    """Build the heads, or the first ``count`` of them, on the target's device and in its dtype.
-
-    Raises:
-        ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
-    """
-    stored = StoredHeads.of(checkpoint.tensors)
-    if not stored.num_heads:
-        raise ConfigError(
-            f"{checkpoint.path} holds no Medusa heads, whose tensors have names such as 0.0.linear.weight; give the "
-            "path of the file that does, which is often medusa_lm_head.pt."
-        )
-    loader = HeadLoader(checkpoint, stored.tensors, model, info, "a set of Medusa heads", re.compile(TOKEN_MAP),
-                        stored.shown)  # fmt: skip
-    ids = read_target_ids(loader, TOKEN_MAP) if TOKEN_MAP in stored.tensors else None
-    vocab = info.vocab_size if ids is None else len(ids)
-    biases = any(name.endswith(".bias") for name in stored.tensors)  # the repacked form may have none
-    with torch.device("meta"):
-        module = Medusa.of(stored.num_heads, stored.num_blocks, info.hidden_size, vocab, biases)
-    loader.check(module)
-    first = cast(Medusa, module[:count])
-    loader.fill(first)
-    first.draft_to_target = ids
-    return DraftHead(first.eval(), (info.num_layers,))

@@ -61,13 +61,6 @@ class HeadPlan:
         return weight if self.vocabulary is None else weight[self.vocabulary.to(weight.device)]
 
 
-def random_plan(model: PreTrainedModel, features: tuple[int, ...], steps: int) -> HeadPlan:
-    """A plan for a head of one layer, as wide as the target's layers."""
-    text: Any = model.config.get_text_config()
-    embedding: Any = model.get_input_embeddings()
-    return HeadPlan(model, plain_layer(text, len(embedding.weight)), features, steps=steps)
-
-
 def plain_layer(
     text: Any, num_embeddings: int, kind: str = "llama", count: int = 1, **sizes: int | None
 ) -> PretrainedConfig:

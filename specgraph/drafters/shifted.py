@@ -20,7 +20,6 @@ from specgraph.drafters.base import DraftHead, Target
 from specgraph.drafters.chain import BODY, FEATURES, HEAD, ChainDrafter
 from specgraph.drafters.decoder_head import DecoderHead, DecoderHeadDrafter
 from specgraph.drafters.parts import TARGET_FEATURES, Part, export_parts
-from specgraph.drafters.plan import HeadPlan, random_plan
 from specgraph.ir.drafter import Mask
 
 
@@ -160,12 +159,6 @@ class ShiftedDrafter(ChainDrafter, DecoderHeadDrafter):
     @classmethod
     def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:
         """A random head after :meth:`plan_random`. With ``draft.parallel``, it can draft in parallel."""
-        head = cls.new_head(cls.called(bool(getattr(options, "parallel", None))), cls.plan_random(model))
+        head = cls.new_head(cls.called(bool(getattr(options, "parallel", None))), cls.plan_random(model, options))
         head.module.eval().requires_grad_(False)
         return head
-
-    @classmethod
-    def plan_random(cls, model: PreTrainedModel) -> HeadPlan:
-        """A plan for a head of one layer, as wide as the target's, that drafts the whole vocabulary."""
-        text: Any = model.config.get_text_config()
-        return random_plan(model, cls.feature_layers(text.num_hidden_layers), 1)

@@ -40,8 +40,9 @@ import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.bench import run as bench_run
 from specgraph.cli import main
+from specgraph.config.drafters import MedusaDraftConfig
 from specgraph.drafters.base import DraftHead
-from specgraph.drafters.medusa import Medusa, MedusaDrafter, ResidualBlock, load_heads
+from specgraph.drafters.medusa import Medusa, MedusaDrafter, ResidualBlock
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError, PassError
 from specgraph.training import HeadTrainConfig, HeadTrainReport, train_head
@@ -153,7 +154,8 @@ def _written(folder: Path, tensors: Tensors, name: str, save: Callable[..., Any]
 
 
 def load(path: Path, count: int | None = None) -> DraftHead:
-    return load_heads(open_checkpoint(path), target(), info(target()), count)
+    options = MedusaDraftConfig(num_speculative_tokens=count or 99)
+    return MedusaDrafter.load(open_checkpoint(path), options, target(), info(target()))
 
 
 LAYOUTS: dict[str, Callable[[Path, Tensors], Path]] = {
@@ -741,7 +743,7 @@ def test_a_run_learns_and_leaves_heads_that_load_again(
     tensors = load_file(folder / "model.safetensors")
     assert set(tensors) == {f"{head}.{name}" for head in range(2)
                             for name in ("0.linear.weight", "0.linear.bias", "1.weight")}  # fmt: skip
-    loaded = load_heads(open_checkpoint(folder), learner, info(learner))
+    loaded = MedusaDrafter.load(open_checkpoint(folder), MedusaDraftConfig(), learner, info(learner))
     hidden = torch.randn(3, 1, SIZE, generator=torch.Generator().manual_seed(0))
     for ours, theirs in zip(loaded.module, saved.module.float(), strict=True):
         assert torch.equal(ours(hidden), theirs(hidden))
