@@ -22,7 +22,7 @@ from specgraph.errors import ConfigError
 
 PICKLES = (".bin", ".pt", ".pth")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "mask_embedding")
-"""How the names of pickles begin that lie beside the weights: what training leaves, and a file of DFlash heads."""
+"""Prefixes of pickles that hold no weights: files that training leaves, and the mask embedding of DFlash heads."""
 ALLOWED = "the folder of a checkpoint (config.json beside *.safetensors, *.bin or *.pt) or one weights file in it"
 
 _DTYPES = {

@@ -47,7 +47,7 @@ class SuffixConfig(DraftConfig):
 
     kind: str = "suffix"
     max_match: int = 24
-    """the longest match that is told from longer ones, in tokens, at most 127."""
+    """the cap on the length of a match, in tokens, at most 127; longer matches count as this long."""
     min_match: int = 1
     """the shortest match that may propose, in tokens."""
     max_spec_factor: float = 8.0

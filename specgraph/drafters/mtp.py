@@ -134,7 +134,7 @@ class MtpDrafter(HeadDrafter):
         return step.program.bind(name, name)
 
     def _rows(self, step: DraftStep) -> tuple[dict[str, fx.Node], list[fx.Node]]:
-        """The rows of the first module, and what is kept of them by which state, for :func:`keep_rows_`."""
+        """Inputs of the first module, and arguments of :func:`keep_rows_`: the state, and the values that it keeps."""
         (hidden,) = step.features()
         tokens = step.next_tokens(self.model.input_ids)
         if not self.num_kept:

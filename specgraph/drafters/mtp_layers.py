@@ -88,8 +88,8 @@ def block_config(model: PreTrainedModel, options: MtpOptions) -> PretrainedConfi
 def like_layer(model: PreTrainedModel, options: MtpOptions) -> tuple[int, bool]:
     """The number of the target's layer that a module's layer is like, and whether it is of the wanted kind entirely.
 
-    It is the last layer that attends as wanted, if possible one that also has experts or has none as wanted. Without a
-    wish it is the last layer that attends to everything, as in published checkpoints.
+    It is the last layer that attends as wanted, if possible one that also has experts or has none as wanted. If the
+    options name no kind of attention, it is the last layer with full attention, as in published checkpoints.
 
     Raises:
         ConfigError: no layer attends as wanted.
@@ -101,7 +101,7 @@ def like_layer(model: PreTrainedModel, options: MtpOptions) -> tuple[int, bool]:
 
 
 def _attending(model: PreTrainedModel, wanted: str | None) -> list[int]:
-    """The numbers of the target's layers that attend as ``wanted``; None stands for what :func:`like_layer` says."""
+    """The numbers of the target's layers that attend as ``wanted``; None stands for full attention, if there is any."""
     text: Any = model.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
     found = [index for index, kind in enumerate(kinds) if kind == (wanted or "full_attention")]

@@ -43,8 +43,8 @@ class DraftStep:
 
     Nodes, for ``B`` sequences and ``T`` rows of the window: ``emitted`` ``[B, T]``, the tokens that verification
     emitted, padded with -1; ``num_emitted`` ``[B]``; ``window`` ``[B, T]``, its first column the last token that was
-    known before; ``start`` ``[B]``, the position of that one. What a drafter asks of the emitted tokens comes from one
-    call, ``update``, which is one launch.
+    known before; ``start`` ``[B]``, the position of that one. All that a drafter derives from the emitted tokens are
+    results of one call, ``update``, which is one launch.
 
     Attributes:
         program: what the nodes are appended to.
@@ -124,9 +124,9 @@ class DraftStep:
         return self.program.call("draft", *args, name=name, role="draft", **kwargs)
 
     def mark_scratch(self, call: fx.Node) -> None:
-        """Say of a draft call that later steps write whatever it keeps again, before they read it.
+        """Mark a draft call whose cached rows later steps write again before they read them.
 
-        A step that needs no result of the call, because it makes fewer drafts, then leaves it out.
+        A step that makes fewer drafts, and so needs no result of the call, leaves it out.
         """
         call.meta[SCRATCH] = True
 
@@ -162,7 +162,7 @@ class DraftStep:
         return tokens, positions, self._result("num_rows", "accepted_rows")
 
     def _shape_rows(self, **options: Any) -> None:
-        """Say which rows the drafter runs. One drafter decides that."""
+        """Set which rows of accepted tokens ``update`` lays out. All calls in one step must ask for the same rows."""
         given = {name: self.update.kwargs.get(name, value) for name, value in options.items()}
         if given != options:
             raise PassError(f"The rows of a drafter are asked for with {given} and with {options}; ask for one kind.")
