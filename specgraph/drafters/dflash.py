@@ -35,16 +35,11 @@ from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.head_options import HeadOptions
 from specgraph.checkpoints.loading import HeadLoader
+from specgraph.checkpoints.reading import Reader
 from specgraph.config.drafters import DFlashDraftConfig
+from specgraph.drafters import dflash_loading as loading
 from specgraph.drafters.base import DraftHead, Target
 from specgraph.drafters.decoder_head import DecoderHeadDrafter
-from specgraph.drafters.dflash_loading import (
-    IGNORED,
-    MASK_EMBEDDING,
-    default_features,
-    read_options,
-    stored_tensors,
-)
 from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
 from specgraph.drafters.dflash_saving import z_lab_config
 from specgraph.drafters.heads import Record
@@ -86,8 +81,10 @@ class DFlashDrafter(DecoderHeadDrafter):
     new_layers = RANDOM_LAYERS
     returned = "block_logits"
     """The name of the node that holds what the call of a block returned."""
-    random_first_row = 1
-    """The row of a random head's blocks that gives the first draft."""
+    samples_from_anchor = False
+    """Whether the anchor's row gives the first draft, unless a checkpoint says otherwise."""
+    usual = loading.USUAL
+    """Keys of variants with another forward pass, and the values that mean none of that."""
 
     @property
     def model(self) -> ModelInfo:
@@ -136,17 +133,25 @@ class DFlashDrafter(DecoderHeadDrafter):
     @classmethod
     def read_options(cls, checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
         """Collect the options of the head. Variants with another forward pass are refused."""
-        return read_options(checkpoint, overrides, target_layers)
+        reader = loading.head_reader(checkpoint)
+        loading.refuse_variants(reader, cls.usual, cls.head.__name__)
+        own = cls.own_settings(reader)
+        return loading.common_options(reader, overrides, target_layers, cls.samples_from_anchor, own)
+
+    @classmethod
+    def own_settings(cls, reader: Reader) -> dict[str, Any]:
+        """The fields of the module's configuration that heads of this kind alone have, from the checkpoint."""
+        return {}
 
     @classmethod
     def loader(cls, checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo) -> HeadLoader:
         """Reads the tensors, and the mask embedding if the checkpoint has one."""
-        return HeadLoader(checkpoint, stored_tensors(checkpoint), model, info, cls.what, IGNORED)
+        return HeadLoader(checkpoint, loading.stored_tensors(checkpoint), model, info, cls.what, loading.IGNORED)
 
     @classmethod
     def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> DFlash:
         """A head with an embedding of the mask token if the checkpoint has one."""
-        return cls.head(cls.shape(**settings), mask_embedding=MASK_EMBEDDING in loader.stored)
+        return cls.head(cls.shape(**settings), mask_embedding=loading.MASK_EMBEDDING in loader.stored)
 
     @classmethod
     def bind(cls, head: DraftHead, options: Any, target: Target) -> Self:
@@ -171,7 +176,7 @@ class DFlashDrafter(DecoderHeadDrafter):
     @classmethod
     def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
         """Those that a head of five layers reads by default, limited to those that the target has."""
-        return tuple(sorted({min(max(k, 1), num_layers) for k in default_features(RANDOM_LAYERS, num_layers)}))
+        return tuple(sorted({min(max(k, 1), num_layers) for k in loading.default_features(RANDOM_LAYERS, num_layers)}))
 
     @classmethod
     def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
@@ -182,7 +187,7 @@ class DFlashDrafter(DecoderHeadDrafter):
     def saved_tensors(cls, head: DraftHead) -> dict[str, Tensor]:
         """The tensors but for the embedding of the mask token, which has a file of its own."""
         found = super().saved_tensors(head)
-        return {name: tensor for name, tensor in found.items() if name != MASK_EMBEDDING}
+        return {name: tensor for name, tensor in found.items() if name != loading.MASK_EMBEDDING}
 
     @classmethod
     def save_head(cls, head: DraftHead, folder: str | Path, **record: Any) -> Path:
@@ -190,7 +195,7 @@ class DFlashDrafter(DecoderHeadDrafter):
         saved, embedding = super().save_head(head, folder, **record), head.module.mask_embedding
         if embedding is not None:
             kept = {"embedding": embedding.detach().cpu().clone(), "mask_token_id": head.mask_token_id}
-            torch.save(kept, saved / f"{MASK_EMBEDDING}.pt")
+            torch.save(kept, saved / f"{loading.MASK_EMBEDDING}.pt")
         return saved
 
     @classmethod
@@ -236,7 +241,7 @@ class DFlashDrafter(DecoderHeadDrafter):
         plan = replace(plan, layers=plain_layer(text, rows, "qwen3", RANDOM_LAYERS), mask_token_id=rows - 1,
                        markov_rank=RANDOM_RANK, confidence=True)  # fmt: skip
         if options.block_rows:
-            plan = replace(plan, steps=options.block_rows - cls.random_first_row)
+            plan = replace(plan, steps=options.block_rows - int(not cls.samples_from_anchor))
         head = cls.new_head(cls.kind, plan, mask_embedding=False)
         head.module.eval().requires_grad_(False)
         return head

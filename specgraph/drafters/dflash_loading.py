@@ -8,6 +8,7 @@ kinds with the same layers add their own options and their own module.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,25 +50,27 @@ def default_features(num_draft_layers: int, num_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + index * step) + 1 for index in range(num_draft_layers))
 
 
-def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | None) -> HeadOptions:
-    """Collect the options of a DFlash head, as :meth:`DecoderHeadDrafter.read_options` says."""
-    reader = head_reader(checkpoint)
-    refuse_variants(reader, USUAL, "DFlash")
-    return common_options(reader, overrides, target_layers, sample_from_anchor(reader, False))
-
-
-def sample_from_anchor(reader: Reader, default: bool) -> bool:
-    """Whether a row predicts the token behind its own position. JetSpec's heads and sglang have other names for it."""
-    return reader.flag("sample_from_anchor", default, other_names=("query_zero_predicts_next", "draft_shift"))
-
-
 def head_reader(checkpoint: Checkpoint) -> Reader:
     """Reads the configuration of a head with these layers."""
     return Reader(checkpoint, part="dflash_config", id_keys=("target_layer_ids", *ID_KEYS))
 
 
-def common_options(reader: Reader, overrides: Any, target_layers: int | None, sample_from_anchor: bool) -> HeadOptions:
-    """The options of all heads with these layers; ``overrides`` are those of a user."""
+def common_options(
+    reader: Reader, overrides: Any, target_layers: int | None, from_anchor: bool, own: Mapping[str, Any]
+) -> HeadOptions:
+    """The options of a head with these layers.
+
+    Args:
+        reader: its configuration.
+        overrides: the options of a user.
+        target_layers: the number of layers of the target, or None.
+        from_anchor: whether a row predicts the token behind its own position, if the configuration does not say so.
+            JetSpec's heads and sglang have other names for that option.
+        own: the options that heads of this kind alone have.
+    """
+    from_anchor = reader.flag(
+        "sample_from_anchor", from_anchor, other_names=("query_zero_predicts_next", "draft_shift")
+    )
     layers = read_layers(reader, set(reader.checkpoint.tensors), overrides.rope_theta)
     if reader.checkpoint.layout == "speculators":
         default: tuple[Any, str] = eagle3_features, DEFAULT_SOURCE
@@ -76,8 +79,9 @@ def common_options(reader: Reader, overrides: Any, target_layers: int | None, sa
     features = reader.features(overrides.feature_layers, target_layers, *default)
     settings = {
         "masks": _masks(reader, layers.num_layers, overrides),
-        "block_size": _block_size(reader, 1 if sample_from_anchor else 2),
-        "sample_from_anchor": sample_from_anchor,
+        "block_size": _block_size(reader, 1 if from_anchor else 2),
+        "sample_from_anchor": from_anchor,
+        **own,
     }
     return HeadOptions(layers, features, _mask_token(reader, overrides), settings, reader.sources)
 

@@ -25,13 +25,13 @@ from torch import fx
 
 from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.head_options import HeadOptions
 from specgraph.checkpoints.loading import HeadLoader
+from specgraph.checkpoints.reading import Reader
 from specgraph.config.drafters import DSparkDraftConfig
+from specgraph.drafters import dspark_loading as loading
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash import DFlashDrafter, export_block
 from specgraph.drafters.dflash_module import DFlash
-from specgraph.drafters.dspark_loading import check_tokens, deepspec_config, read_options
 from specgraph.drafters.dspark_module import DSpark, DSparkConfig
 from specgraph.drafters.heads import Record
 from specgraph.drafters.parts import Part, export_parts
@@ -54,7 +54,8 @@ class DSparkDrafter(DFlashDrafter):
     shape = DSparkConfig
     what = "a DSpark head"
     returned = "block_outputs"
-    random_first_row = 0
+    samples_from_anchor = True
+    usual = loading.UNUSUAL
 
     def draw(self, step: DraftStep, tokens: fx.Node, returned: fx.Node) -> None:
         """Append a call of :data:`MARKOV` and a draw for each draft, and a call of :data:`CONFIDENCE` for all."""
@@ -106,14 +107,15 @@ class DSparkDrafter(DFlashDrafter):
         return Checkpoint.of(files, cls.kind, "deepspec", cls.kind) if known else None
 
     @classmethod
-    def read_options(cls, checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
-        """Collect the options of the head. Variants with another forward pass are refused."""
-        return read_options(checkpoint, overrides, target_layers)
+    def own_settings(cls, reader: Reader) -> dict[str, Any]:
+        """The options of the Markov head and of the confidence head."""
+        markov = loading.markov_settings(reader)
+        return markov | loading.confidence_settings(reader, markov["markov_rank"] > 0)
 
     @classmethod
     def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> DFlash:
         """A head whose Markov head embeds every token of the target."""
-        check_tokens(loader, settings)
+        loading.check_tokens(loader, settings)
         return super().make_module(loader, settings)
 
     @classmethod
@@ -124,7 +126,7 @@ class DSparkDrafter(DFlashDrafter):
     @classmethod
     def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
         """The configuration of the layout of DeepSpec."""
-        return deepspec_config(head, record.target_name)
+        return loading.deepspec_config(head, record.target_name)
 
     @classmethod
     def new_settings(cls, plan: HeadPlan) -> dict[str, Any]:

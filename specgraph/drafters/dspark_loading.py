@@ -9,15 +9,12 @@ have the same names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from specgraph.checkpoints.checkpoint import Checkpoint
-from specgraph.checkpoints.head_options import HeadOptions
 from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import Reader
 from specgraph.drafters.base import DraftHead
-from specgraph.drafters.dflash_loading import USUAL, common_options, head_reader, refuse_variants, sample_from_anchor
+from specgraph.drafters.dflash_loading import USUAL
 from specgraph.drafters.dflash_saving import z_lab_config
 from specgraph.drafters.dspark_module import MARKOV_KINDS, DSparkConfig
 from specgraph.errors import ConfigError
@@ -27,17 +24,7 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {**USUAL, "dspark_draft_topk": (None, 0)}
 """Keys of variants, and the values that mean none of that, as in :data:`~specgraph.drafters.dflash_loading.USUAL`."""
 
 
-def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | None) -> HeadOptions:
-    """Collect the options of a DSpark head, as :meth:`DecoderHeadDrafter.read_options` says."""
-    reader = head_reader(checkpoint)
-    refuse_variants(reader, UNUSUAL, "DSpark")
-    added = _markov(reader)
-    added |= _confidence(reader, added["markov_rank"] > 0)
-    common = common_options(reader, overrides, target_layers, sample_from_anchor(reader, True))
-    return replace(common, settings={**common.settings, **added})
-
-
-def _markov(reader: Reader) -> dict[str, Any]:
+def markov_settings(reader: Reader) -> dict[str, Any]:
     """The options of the Markov head. A configuration that says nothing leaves its rank and its kind to the tensors."""
     checkpoint = reader.checkpoint
     config, stored = checkpoint.config, checkpoint.tensors.get(W1)
@@ -57,7 +44,7 @@ def _markov(reader: Reader) -> dict[str, Any]:
     return {"markov_rank": rank, "markov_kind": kind, "markov_rows": stored.shape[0] if rank and stored else 0}
 
 
-def _confidence(reader: Reader, has_markov: bool) -> dict[str, Any]:
+def confidence_settings(reader: Reader, has_markov: bool) -> dict[str, Any]:
     """The options of the confidence head, which by default is there if its tensors are."""
     there = CONFIDENCE in reader.checkpoint.tensors
     enabled = reader.flag("enable_confidence_head", there)
