@@ -75,7 +75,9 @@ class HeadLoader:
             ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and the found
                 shape.
         """
-        self.check_shapes({name: tuple(p.shape) for name, p in module.named_parameters()})
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        # The tensors that stand for a mask come last: if all shapes are wrong, that of a layer says more.
+        self.check_shapes(dict(sorted(shapes.items(), key=lambda item: "." not in item[0])))
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names and shapes with those that are ``expected``, as :meth:`check` does."""
