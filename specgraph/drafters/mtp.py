@@ -211,9 +211,9 @@ class MtpDrafter(HeadDrafter):
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
         """Read the modules that are used."""
-        stored, used = loading.check_modules(checkpoint, options, model, info)
-        loaded = (loading.load_module(checkpoint, index, stored[index], used[index], model, info) for index in stored)
-        return DraftHead(Mtp(loaded), (cls.hidden_layer(used[0], info.num_layers),))
+        checked = loading.check_modules(checkpoint, options, model, info)
+        loaded = (loading.load_module(loader, used, index) for index, (loader, used) in enumerate(checked))
+        return DraftHead(Mtp(loaded), (cls.hidden_layer(checked[0][1], info.num_layers),))
 
     @staticmethod
     def hidden_layer(options: MtpOptions, num_layers: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from specgraph.checkpoints.checkpoint import EMBEDDING, Checkpoint
-from specgraph.checkpoints.files import StoredTensor
 from specgraph.checkpoints.loading import COMPUTED, HeadLoader
 from specgraph.drafters.mtp_layers import block_config, make_block
 from specgraph.drafters.mtp_layouts import LAYOUTS, Layout, Modules, with_overrides
@@ -98,10 +98,10 @@ def used_options(
 
 def check_modules(
     checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo
-) -> tuple[Modules, list[MtpOptions]]:
+) -> list[tuple[HeadLoader, MtpOptions]]:
     """Compare the names and shapes of the modules' tensors with those that the target's own layer class needs.
 
-    Returns the modules that are used, and how each of them is.
+    Returns the loader of each module that is used, and how the module is used.
 
     Raises:
         ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
@@ -109,16 +109,19 @@ def check_modules(
     modules, text = used_modules(checkpoint, options.num_modules), model.config.get_text_config()
     uses = [own for own, _ in used_options(checkpoint, options, text, modules)]
     like = {used: MtpModule(model, make_block(model, "meta", used), used, 0) for used in set(uses)}
-    for (index, stored), used in zip(modules.items(), uses, strict=True):
-        _loader(checkpoint, index, stored, model, info).check_shapes(_expected(like[used], stored))
-    return modules, uses
+    what, layout = "an MTP module of this layout", LAYOUTS[checkpoint.layout]
+    loaders = [
+        HeadLoader(checkpoint, stored, model, info, what, shown=partial(layout.shown, checkpoint.config, index))
+        for index, stored in modules.items()
+    ]
+    for loader, used in zip(loaders, uses, strict=True):
+        loader.check_shapes(_expected(like[used], loader.stored))
+    return list(zip(loaders, uses, strict=True))
 
 
-def load_module(
-    checkpoint: Checkpoint, index: int, stored: Mapping[str, StoredTensor], options: MtpOptions, model: PreTrainedModel,
-    info: ModelInfo,
-) -> MtpModule:  # fmt: skip
+def load_module(loader: HeadLoader, options: MtpOptions, index: int) -> MtpModule:
     """Read one module that :func:`check_modules` has passed, on the target's device and in its dtype."""
+    model, info, stored = loader.model, loader.info, loader.stored
     base: Any = model.base_model
     tensors = {f"layers.0.{name.removeprefix(BLOCK)}": stored[name].read() for name in stored if name.startswith(BLOCK)}
     tensors = {name: tensor for name, tensor in tensors.items() if not COMPUTED.match(name)}
@@ -131,7 +134,7 @@ def load_module(
     if hasattr(base, "rotary_emb"):
         block.rotary_emb = base.rotary_emb
     module = MtpModule(model, block.to(info.device).requires_grad_(False), options, index)
-    _loader(checkpoint, index, stored, model, info).fill(module, apart=BLOCK)
+    loader.fill(module, apart=BLOCK)
     return module.eval()
 
 
@@ -164,13 +167,3 @@ def _expected(module: MtpModule, stored: Container[str]) -> dict[str, tuple[int,
     expected = {name: tuple(tensor.shape) for name, tensor in _published_block(module, stored).items()}
     own = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
     return {name: shape for name, shape in own.items() if not name.startswith(BLOCK)} | expected
-
-
-def _loader(
-    checkpoint: Checkpoint, index: int, stored: Mapping[str, StoredTensor], model: PreTrainedModel, info: ModelInfo
-) -> HeadLoader:
-    layout: Layout = LAYOUTS[checkpoint.layout]
-    return HeadLoader(
-        checkpoint, stored, model, info, "an MTP module of this layout",
-        shown=lambda name: layout.shown(checkpoint.config, index, name),
-    )  # fmt: skip
