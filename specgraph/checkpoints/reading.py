@@ -48,6 +48,16 @@ class Reader:
         self.sources.append(Choice(name, value, source))
         return value
 
+    def refuse_variants(self, usual: Mapping[str, Sequence[Any]], kind: str) -> None:
+        """Refuse a head of a kind with another value of one of the keys of ``usual`` than those that it lists."""
+        for values in (self.checkpoint.config, self.nested):
+            for name, allowed in usual.items():
+                if values.get(name) not in allowed:
+                    raise ConfigError(
+                        f"{self.checkpoint.path} has {name}={values[name]!r}, a variant of {kind} that specgraph does "
+                        f"not run; it runs heads with {name}={allowed[-1]!r}."
+                    )
+
     def flag(self, name: str, default: bool, override: bool | None = None, other_names: Sequence[str] = ()) -> bool:
         """A boolean option: the override, or else the value in the configuration or its :attr:`part`, or else the
         default. ``other_names`` are those that it has in files of others.

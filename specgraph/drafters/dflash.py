@@ -134,7 +134,7 @@ class DFlashDrafter(DecoderHeadDrafter):
     def read_options(cls, checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
         """Collect the options of the head. Variants with another forward pass are refused."""
         reader = loading.head_reader(checkpoint)
-        loading.refuse_variants(reader, cls.usual, cls.head.__name__)
+        reader.refuse_variants(cls.usual, cls.head.__name__)
         own = cls.own_settings(reader)
         return loading.common_options(reader, overrides, target_layers, cls.samples_from_anchor, own)
 

@@ -86,17 +86,6 @@ def common_options(
     return HeadOptions(layers, features, _mask_token(reader, overrides), settings, reader.sources)
 
 
-def refuse_variants(reader: Reader, usual: dict[str, tuple[Any, ...]], kind: str) -> None:
-    """Refuse a head with another value of one of the keys of ``usual`` than those that it lists."""
-    for values in (reader.checkpoint.config, reader.nested):
-        for name, allowed in usual.items():
-            if values.get(name) not in allowed:
-                raise ConfigError(
-                    f"{reader.checkpoint.path} has {name}={values[name]!r}, a variant of {kind} that specgraph does "
-                    f"not run; it runs heads with {name}={allowed[-1]!r}."
-                )
-
-
 def _block_size(reader: Reader, least: int) -> int:
     """The rows of a trained block; newer files have it in ``dflash_config``."""
     own = reader.nested.get("block_size")

@@ -38,6 +38,10 @@ from specgraph.ir.model_info import ModelInfo
 IGNORED = re.compile(r"t2d$|d2t$|mask_hidden$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
 """Tensors that are not parameters of the module: others read them, they are computed, or only training needs them."""
 
+USUAL: dict[str, tuple[Any, ...]] = {
+    "next_layer_regular": (None, True), "use_mtp_layernorm": (None, False), "parallel_draft_step": (None, 0, 1),
+}  # fmt: skip
+"""Keys of ModelOpt's variants that have another forward pass, and the values that mean none of that."""
 DEFAULT_SOURCE = "default: 2, L // 2, L - 3"
 """The source that ``inspect`` shows for hidden states from :func:`default_features`."""
 RANDOM_VOCAB = 32000
@@ -79,7 +83,7 @@ class Eagle3Drafter(ShiftedDrafter):
         """Collect the options of the head. Variants with another forward pass are refused."""
         names = {layer_name(name) for name in checkpoint.tensors}
         reader = Reader(checkpoint)
-        _refuse_variants(reader)
+        reader.refuse_variants(USUAL, "EAGLE-3")
         layers = read_layers(reader, names, overrides.rope_theta)
         fc = reader.flag("use_aux_hidden_state", True)
         if fc or overrides.feature_layers is not None:
@@ -206,18 +210,3 @@ def _mask_token(reader: Reader, overrides: Eagle3DraftConfig, has_hidden: bool) 
                 f"draft.{name} out or give a P-EAGLE head."
             )
     return None
-
-
-def _refuse_variants(reader: Reader) -> None:
-    """Refuse variants of ModelOpt that have another forward pass."""
-    for name, usual in (("next_layer_regular", True), ("use_mtp_layernorm", False)):
-        if reader.nested.get(name, usual) is not usual:
-            raise ConfigError(
-                f"{reader.checkpoint.path} has {name}={str(reader.nested[name]).lower()}, a variant that specgraph "
-                f"does not run; it runs heads with {name}={str(usual).lower()}."
-            )
-    if (reader.nested.get("parallel_draft_step") or 1) != 1:
-        raise ConfigError(
-            f"{reader.checkpoint.path} has parallel_draft_step={reader.nested['parallel_draft_step']}, extra heads "
-            "that specgraph does not run; it drafts in parallel by heads with a mask_hidden (P-EAGLE)."
-        )

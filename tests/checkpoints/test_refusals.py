@@ -249,10 +249,10 @@ MISFITS: dict[str, tuple[Callable[[], Written], Change, dict[str, Any], str]] = 
         layouts.nvidia,
         _nested(next_layer_regular=False),
         {},
-        "has next_layer_regular=false, a variant",
+        "has next_layer_regular=False, a variant of EAGLE-3",
     ),
-    "mtp norm": (layouts.nvidia, _nested(use_mtp_layernorm=True), {}, "has use_mtp_layernorm=true, a variant"),
-    "parallel heads": (layouts.nvidia, _nested(parallel_draft_step=3), {}, "has parallel_draft_step=3, extra heads"),
+    "mtp norm": (layouts.nvidia, _nested(use_mtp_layernorm=True), {}, "has use_mtp_layernorm=True, a variant"),
+    "parallel heads": (layouts.nvidia, _nested(parallel_draft_step=3), {}, "has parallel_draft_step=3, a variant"),
     "layers outside": (
         layouts.specforge,
         _nested(**{_IDS: [0, 2, 7]}),
