@@ -26,6 +26,8 @@ BORROWED = (EMBEDDING, PROJECTION)
 """The parameters that are taken from the target if the checkpoint does not have them."""
 COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
 """Tensors that are computed and not read."""
+IGNORED = re.compile(rf"t2d$|d2t$|{COMPUTED.pattern}|verifier_(lm_head|norm)\.weight$")
+"""Tensors of files that are no parameters: others read them, they are computed, or only training needs them."""
 
 
 @dataclass(frozen=True, eq=False)

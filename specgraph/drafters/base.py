@@ -105,6 +105,11 @@ class Drafter(BoundDrafter):
         return self.called(self.parallel)
 
     @property
+    def model(self) -> ModelInfo:
+        """Facts about the network that makes the drafts, or about the first of several that are alike."""
+        return next(iter(self.models.values()))
+
+    @property
     def shifted(self) -> bool:
         """Whether row ``t`` of its chain takes token ``t + 1`` and a hidden state."""
         return self.chained and bool(self.features)

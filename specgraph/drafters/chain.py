@@ -28,7 +28,6 @@ from specgraph.drafters.parts import copy_inputs, output_for
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import PassError
 from specgraph.ir.graphs import new_module, splice
-from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels import step as functions
 
 BODY, HEAD, FEATURES = "draft_body", "draft_head", "draft_features"
@@ -43,11 +42,6 @@ class ChainDrafter(Drafter):
     """A drafter with the modules :data:`BODY` and :data:`HEAD` and, if it is shifted, :data:`FEATURES`."""
 
     chained = True
-
-    @property
-    def model(self) -> ModelInfo:
-        """Facts about the body."""
-        return self.models[BODY]
 
     def build(self, step: DraftStep) -> int:
         """Append K calls of ``draft``, a module made of body and head that computes logits for one row only."""

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.head_options import HeadOptions
-from specgraph.checkpoints.loading import HeadLoader
+from specgraph.checkpoints.loading import IGNORED, HeadLoader
 from specgraph.checkpoints.reading import Reader
 from specgraph.config.drafters import DFlashDraftConfig
 from specgraph.drafters import dflash_loading as loading
@@ -85,11 +85,6 @@ class DFlashDrafter(DecoderHeadDrafter):
     """Whether the anchor's row gives the first draft, unless a checkpoint says otherwise."""
     usual = loading.USUAL
     """Keys of variants with another forward pass, and the values that mean none of that."""
-
-    @property
-    def model(self) -> ModelInfo:
-        """Facts about the head."""
-        return self.models[BLOCK]
 
     def build(self, step: DraftStep) -> int:
         """Append the context of the accepted rows, one call that gives the logits of a block, and the drafts."""
@@ -146,7 +141,7 @@ class DFlashDrafter(DecoderHeadDrafter):
     @classmethod
     def loader(cls, checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo) -> HeadLoader:
         """Reads the tensors, and the mask embedding if the checkpoint has one."""
-        return HeadLoader(checkpoint, loading.stored_tensors(checkpoint), model, info, cls.what, loading.IGNORED)
+        return HeadLoader(checkpoint, loading.stored_tensors(checkpoint), model, info, cls.what, IGNORED)
 
     @classmethod
     def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> DFlash:

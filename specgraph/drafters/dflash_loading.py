@@ -7,7 +7,6 @@ kinds with the same layers add their own options and their own module.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -25,8 +24,6 @@ from specgraph.drafters.eagle3 import DEFAULT_SOURCE
 from specgraph.drafters.eagle3 import default_features as eagle3_features
 from specgraph.errors import ConfigError
 
-IGNORED = re.compile(r"t2d$|d2t$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
-"""Tensors that are not parameters of the module: others read them, they are computed, or only training needs them."""
 MASK_EMBEDDING = "mask_embedding"
 """The name of an optional file beside the weights, and of the tensor ``[H]`` that is made of it."""
 USUAL: dict[str, tuple[Any, ...]] = {

@@ -115,7 +115,9 @@ class DSparkDrafter(DFlashDrafter):
     @classmethod
     def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> DFlash:
         """A head whose Markov head embeds every token of the target."""
-        loading.check_tokens(loader, settings)
+        rows, size = settings["markov_rows"], loader.info.vocab_size
+        if loading.W1 in loader.stored and settings["markov_rank"] and rows < size:
+            raise loader.unfit(f"{loading.W1} has {rows} rows", f"has a vocabulary of {size}")
         return super().make_module(loader, settings)
 
     @classmethod

@@ -8,10 +8,8 @@ have the same names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import Reader
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash_loading import USUAL
@@ -55,17 +53,6 @@ def confidence_settings(reader: Reader, has_markov: bool) -> dict[str, Any]:
             "its config.json."
         )
     return {"confidence": enabled, "confidence_with_markov": with_markov}
-
-
-def check_tokens(loader: HeadLoader, settings: Mapping[str, Any]) -> None:
-    """Refuse a Markov head that does not embed every token of the target.
-
-    Raises:
-        ConfigError: names both sizes.
-    """
-    rows, size = settings["markov_rows"], loader.info.vocab_size
-    if W1 in loader.stored and settings["markov_rank"] and rows < size:
-        raise loader.unfit(f"{W1} has {rows} rows", f"has a vocabulary of {size}")
 
 
 def deepspec_config(head: DraftHead, target_name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.head_options import HeadOptions
 from specgraph.checkpoints.layers import read_layers
-from specgraph.checkpoints.loading import HeadLoader
+from specgraph.checkpoints.loading import IGNORED, HeadLoader
 from specgraph.checkpoints.reading import Reader
 from specgraph.config.drafters import Eagle3DraftConfig
 from specgraph.drafters.base import DraftHead
@@ -34,9 +34,6 @@ from specgraph.drafters.shifted import ShiftedDrafter
 from specgraph.drafters.speculators import speculators_config
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
-
-IGNORED = re.compile(r"t2d$|d2t$|mask_hidden$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
-"""Tensors that are not parameters of the module: others read them, they are computed, or only training needs them."""
 
 USUAL: dict[str, tuple[Any, ...]] = {
     "next_layer_regular": (None, True), "use_mtp_layernorm": (None, False), "parallel_draft_step": (None, 0, 1),

@@ -76,11 +76,6 @@ class MtpDrafter(HeadDrafter):
         """Row ``t`` of the first module takes token ``t + 1`` and a hidden state."""
         return True
 
-    @property
-    def model(self) -> ModelInfo:
-        """Facts about the first module; the others are like it."""
-        return self.models[module_name(0)]
-
     def build(self, step: DraftStep) -> int:
         """Append one call for every draft, and what keeps the rows that the next step runs again."""
         count, modules = self.num_speculative_tokens, len(self.models)
