@@ -12,21 +12,20 @@ from specgraph.cli.generation import given_options
 from specgraph.cli.keys import GenerateConfig
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
-from specgraph.runtime.requests.arguments import OWN, STRUCTURE
+from specgraph.runtime.requests.arguments import STRUCTURE
 from specgraph.runtime.requests.generation_config import GenerationDefaults
 from specgraph.runtime.requests.grammar import Grammars
 from specgraph.runtime.requests.parser import RequestParser
 from specgraph.runtime.requests.request import Limits
 
 LOCAL, RAY = ENGINES = ("local", "ray")
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 class _AnyModel:
     """Stands for a model that is not loaded yet: it asks for nothing, has an EOS, and nobody has changed it."""
 
     def __call__(self, *_: object) -> GenerationDefaults:
-        return GenerationDefaults((0,), None, None, None, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        return GenerationDefaults({"temperature": 1.0}, eos_ids=(0,))
 
     def check(self) -> None:
         """Nothing can be wrong with it."""
@@ -68,12 +67,8 @@ def check_options(options: GenerateConfig, limits: Limits, tokenizer: Any, promp
     Raises:
         InputError: an option is out of range, or a prompt leaves no room; the message says what is allowed.
     """
-    given = decoder_options(options, tokenizer)
-    own = {name: value for name, value in given.items() if name in OWN}
-    others = {name: value for name, value in given.items() if name not in OWN}
     model = cast(Any, _AnyModel())
     grammars = Grammars(limits.vocab_size)
     reader = RequestParser(read_defaults=model, limits=limits, guard=model, tokenizers=model, grammars=grammars)
-    sampling = dict.fromkeys(_SAMPLING)
     with warnings.catch_warnings(action="ignore"):  # the decoder gives them again, when it knows the model
-        reader.call([*prompts], None, others, seed=options.seed, **{**sampling, **own})
+        reader.call([*prompts], None, {**decoder_options(options, tokenizer), "seed": options.seed})

@@ -30,7 +30,7 @@ from specgraph.runtime.outputs.collector import Collector
 from specgraph.runtime.outputs.output import GenerateOutput, Stream, StreamChunk
 from specgraph.runtime.outputs.stats import Stats
 from specgraph.runtime.outputs.streamer import StreamerAdapter
-from specgraph.runtime.requests.arguments import CHAT, OWN, TAKEN, check_names
+from specgraph.runtime.requests.arguments import CHAT, TAKEN, check_names
 from specgraph.runtime.requests.chats import encode_chats
 from specgraph.runtime.requests.generation_config import LiveDefaults
 from specgraph.runtime.requests.grammar import Grammars
@@ -164,49 +164,28 @@ class SpeculativeDecoder:
             NumericsError: the target's logits were NaN. If a sequence fails while it is decoded, the others go on to
                 their ends first, and the attribute ``output`` of the error has them all.
         """
-        call = self._reader.call(
-            input_ids, attention_mask, others, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
-            stopping_criteria=stopping_criteria, trace=trace,
-        )  # fmt: skip
-        return self._collected(call)
+        own = {
+            "max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id, "temperature": temperature, "top_k": top_k,
+            "top_p": top_p, "min_p": min_p, "seed": seed, "return_logprobs": return_logprobs,
+            "stopping_criteria": stopping_criteria, "trace": trace,
+        }  # fmt: skip
+        return self._collected(self._reader.call(input_ids, attention_mask, own | others))
 
     def generate_as_transformers(self, input_ids: Tensor, attention_mask: Any, **options: Any) -> GenerateOutput:
         """Like :meth:`generate`, for an attached model: where no token is left, what happens is what transformers does.
 
         A function of allowed tokens has the last word then, and a greedy choice takes the first token of all.
         """
-        own = {name: options.pop(name) for name in OWN & options.keys()}
-        return self._collected(self._reader.call(input_ids, attention_mask, options, as_transformers=True, **own))
+        return self._collected(self._reader.call(input_ids, attention_mask, options, as_transformers=True))
 
-    def stream(
-        self,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        *,
-        max_new_tokens: PerSequence = None,
-        eos_token_id: EosIds = None,
-        temperature: PerSequence = None,
-        top_k: PerSequence = None,
-        top_p: PerSequence = None,
-        min_p: PerSequence = None,
-        seed: PerSequence = None,
-        return_logprobs: bool | str = False,
-        stopping_criteria: Criteria = None,
-        trace: bool = False,
-        **others: Any,
-    ) -> Stream:
+    def stream(self, input_ids: Any = None, attention_mask: Any = None, **options: Any) -> Stream:
         """Like :meth:`generate`, but yields what each step emits. Arguments are checked before the first step.
 
         A sequence that fails has the finish reason ``error``. Its error is raised when all others have ended.
 
         ``stats`` of what is returned has the counts so far, and ``trace`` what happened to the drafts.
         """
-        call = self._reader.stream(
-            input_ids, attention_mask, others, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
-            stopping_criteria=stopping_criteria, trace=trace,
-        )  # fmt: skip
+        call = self._reader.stream(input_ids, attention_mask, options)
         collector = self._collector(call)
         return Stream(self._chunks(call, collector), collector.stats, collector.trace)
 
@@ -245,7 +224,7 @@ class SpeculativeDecoder:
         """
         several = isinstance(messages, list | tuple) and messages and not isinstance(messages[0], Mapping)
         own = self._reader.tokenizers.get(tokenizer)
-        check_names(options, OWN | TAKEN, CHAT)
+        check_names(options, TAKEN, CHAT)
         rows = encode_chats(own, messages if several else [messages], tools, chat_template_kwargs)
         return self._texts(own, rows, options, alone=not several)
 

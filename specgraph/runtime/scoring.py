@@ -94,7 +94,8 @@ def read_scoring(
     if isinstance(sequences, GenerateOutput):
         sequences, attention_mask, start = _unpadded(sequences, attention_mask, start)
     reader = replace(reader, limits=replace(reader.limits, max_length=reader.limits.max_length + 1))
-    requests = reader.batch(sequences, attention_mask, max_new_tokens=0, seed=0, **sampling).requests
+    options = {"max_new_tokens": 0, "seed": 0, **sampling}
+    requests = reader.call(sequences, attention_mask, options, seeded=False).batch.requests
     unused: tuple[str, ...] = ()
     if logprobs == "processed":
         _check_processing(requests)

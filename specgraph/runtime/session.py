@@ -20,7 +20,6 @@ from specgraph.runtime.outputs.detokenizer import IncrementalDetokenizer
 from specgraph.runtime.outputs.followers import Followers
 from specgraph.runtime.outputs.stats import Room, SessionStats
 from specgraph.runtime.requests.arguments import STRUCTURE
-from specgraph.runtime.requests.limits import EosIds
 from specgraph.runtime.requests.parser import GenerateCall, RequestParser
 
 _SLOW = STRUCTURE | {"stop_strings"}
@@ -102,44 +101,24 @@ class Session:
         self._news = threading.Condition()
         self._closed = False
 
-    def submit(
-        self,
-        prompt: Tensor | Sequence[int],
-        *,
-        max_new_tokens: int | None = None,
-        eos_token_id: EosIds = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        **others: Any,
-    ) -> int:
+    def submit(self, prompt: Tensor | Sequence[int], **options: Any) -> int:
         """Add a sequence, and return its id, by which events name it.
 
         Args:
             prompt: 1-D int tensor, or a list of token ids.
-            max_new_tokens: as for ``generate``, like the next five.
-            eos_token_id: one id or several.
-            temperature: 0 is greedy.
-            top_k: 0 is off.
-            top_p: 1 is off.
-            min_p: 0 is off.
-            seed: is used as it is, like an entry of the list that ``generate`` takes.
-            others: as for ``generate``, what changes logits on the device; ``stop_strings``, with their ``tokenizer``
-                unless the session has one, and ``max_time``; or ``json_schema``, ``regex`` or ``grammar``, from the
-                beginning or behind ``structure_after``, for which every step waits for the host, also for the sequences
-                beside this one.
+            options: as for ``generate``, with one value each: ``max_new_tokens``, ``eos_token_id`` (one id or several),
+                ``temperature`` (0 is greedy), ``top_k``, ``top_p``, ``min_p``, and a ``seed``, which is used as it is,
+                like an entry of the list that ``generate`` takes; what changes logits on the device; ``stop_strings``,
+                with their ``tokenizer`` unless the session has one, and ``max_time``; or ``json_schema``, ``regex`` or
+                ``grammar``, from the beginning or behind ``structure_after``, for which every step waits for the host,
+                also for the sequences beside this one.
 
         Raises:
             InputError: an argument is out of range, the sequence is too large for this session even alone, or the
                 session is closed.
             BusyError: as many sequences wait for a row as the session lets wait.
         """
-        return self._add(self._read(
-            prompt, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, temperature=temperature, top_k=top_k,
-            top_p=top_p, min_p=min_p, seed=seed, **others,
-        ))  # fmt: skip
+        return self._add(self._read(prompt, **options))
 
     async def follow(self, prompt: Tensor | Sequence[int], **options: Any) -> AsyncGenerator[Event, None]:
         """Submit a sequence, and give its events up to the last. Whoever stops before that cancels the sequence. ::
@@ -272,7 +251,7 @@ class Session:
         self._check_open()
         if options.get("tokenizer") is None:
             options["tokenizer"] = self._giving.tokenizer
-        return self._reader.one(prompt, **options)
+        return self._reader.one(prompt, options)
 
     def _add(self, call: GenerateCall) -> int:
         """Give a sequence to the engine, and return its id."""

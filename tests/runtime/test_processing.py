@@ -259,7 +259,7 @@ def test_every_option_has_a_value_that_asks_for_nothing(decoders: dict[str, Spec
     out = decoders["ngram"].generate(PROMPTS, max_new_tokens=3, **off)
     assert out.stats.host_steps == 0
     known = Sequences([3], [5], [(2,)], VOCAB)
-    assert read_processing(known, off, {"forced_eos_token_id": 7, "suppress_tokens": [3]}) == [Processing()]
+    assert read_processing(known, {"forced_eos_token_id": 7, "suppress_tokens": [3], **off}) == [Processing()]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

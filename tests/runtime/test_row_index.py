@@ -38,7 +38,7 @@ def decoder_of(kind: str) -> SpeculativeDecoder:
 
 def prefilled(decoder: SpeculativeDecoder) -> tuple[torch.nn.Module, State]:
     """The step, and the state of four sequences whose prompts it has run."""
-    batch = decoder._reader.batch(PROMPTS, max_new_tokens=40, temperature=1.0, seed=3)
+    batch = decoder._reader.call(PROMPTS, None, {"max_new_tokens": 40, "temperature": 1.0, "seed": 3}).batch
     program = decoder._program
     step, (state, prefill) = program.step(), begun(program, batch.requests)
     while prefill.pending():

@@ -43,8 +43,13 @@ WITHOUT_EFFECT = frozenset({
 
 CHAT = "chat"
 """The name of the function that takes conversations."""
-TAKEN = KNOWN | PROCESSING | STRUCTURE | WITHOUT_EFFECT
-"""What ``generate`` takes besides its own parameters."""
+TAKEN = OWN | KNOWN | PROCESSING | STRUCTURE | WITHOUT_EFFECT
+"""What ``generate`` takes."""
+OF_ONE_SEQUENCE = PROCESSING | STRUCTURE | {
+    "max_new_tokens", "eos_token_id", "temperature", "top_k", "top_p", "min_p", "seed", "tokenizer", "stop_strings",
+    "max_time",
+}  # fmt: skip
+"""What ``submit`` takes."""
 
 
 class Refusal(NamedTuple):
@@ -128,12 +133,10 @@ def check_names(given: Mapping[str, Any], known: Set[str] = TAKEN, function: str
         if name in REFUSED:
             if asks_for(name, value):
                 raise InputError(f"{name}={_short(value)} is not supported ({REFUSED[name].why}); leave it out.")
-        elif name not in known and name in OWN | TAKEN:
+        elif name not in known and name in TAKEN:
             raise InputError(f"{function} does not take {name}, which is for generate and stream; leave it out.")
         elif name not in known:
-            raise InputError(
-                f"There is no argument {name!r}; {_suggestion(name, OWN | known - WITHOUT_EFFECT, function)}"
-            )
+            raise InputError(f"There is no argument {name!r}; {_suggestion(name, known - WITHOUT_EFFECT, function)}")
 
 
 def _suggestion(name: str, names: Iterable[str], function: str) -> str:

@@ -16,31 +16,30 @@ FLAGS = ("output_scores", "output_logits", "renormalize_logits")
 """Whether the output has scores, and logits, and whether scores are log-probabilities."""
 
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""What shapes a distribution. A configuration has a say in it only where it says to sample."""
+_HONOURED = frozenset({"max_new_tokens", "max_length", "num_return_sequences", "stop_strings", "max_time"})
+"""What else of a configuration is a default, as it is."""
+
+
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Values that ``generate`` uses for what its caller leaves out. They are checked as a caller's are, where they are
-    used, except for the ids of tokens and for flags, which are read here."""
+    """What ``generate`` uses for what its caller leaves out.
 
-    eos_ids: tuple[int, ...]
-    pad_id: int | None
-    max_new_tokens: int | None
-    max_length: int | None
-    """Length of prompt and continuation, where ``max_new_tokens`` is not set."""
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    Attributes:
+        values: by the names of the arguments. They are checked as a caller's are, where they are used.
+        eos_ids: the ids that end a sequence, which are no arguments of a caller until they are known to be ids.
+        pad_id: what stands behind a sequence that has ended.
+        do_sample: whether a configuration, or the caller, says to sample.
+        unsampled: sampling options of a caller's configuration that have no effect, since nothing says whether to
+            sample.
+    """
+
+    values: Mapping[str, Any]
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
     do_sample: bool = False
-    num_return_sequences: int = 1
-    stop_strings: Any = None
-    max_time: float | None = None
-    """Seconds after which every sequence ends."""
-    processing: Mapping[str, Any] = field(default_factory=dict)
-    """What changes logits, by the names of its options, whether tokens are drawn or not."""
-    flags: Mapping[str, bool] = field(default_factory=dict)
-    """What the output has, by the names in :data:`FLAGS`."""
     unsampled: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling options of a caller's configuration that have no effect, since nothing says whether to sample."""
 
 
 def read_generation_config(
@@ -74,33 +73,27 @@ def read_generation_config(
             f"{'model.' if given is None else 'the '}generation_config if you can do without."
         )
     sample = bool(read_flag("do_sample", values.get("do_sample")) if do_sample is None else do_sample)
-    # What a sampling model's configuration leaves out has a default of transformers' own (top_k = 50, for one).
-    common: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)() if sample else {}
-    sampling = {**common, **values} if sample else {}
+    defaults = {name: value for name, value in values.items() if name in _HONOURED | PROCESSING}
+    defaults |= {name: read_flag(name, values.get(name)) for name in FLAGS}
+    if sample:
+        # What a sampling model's configuration leaves out has a default of transformers' own (top_k = 50, for one).
+        common: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)()
+        sampling = {"temperature": 1.0, **common, **values}
+        defaults |= {name: sampling[name] for name in SAMPLING if name in sampling}
     text: Any = model.config.get_text_config()
     eos, pad = (values.get(n, getattr(text, n, None)) for n in ("eos_token_id", "pad_token_id"))
     return GenerationDefaults(
+        defaults,
         eos_ids=() if eos is None else tuple(read_token_ids("eos_token_id", eos)),
         pad_id=None if pad is None else whole("pad_token_id", pad),
-        max_new_tokens=values.get("max_new_tokens"),
-        max_length=values.get("max_length"),
-        temperature=sampling.get("temperature", 1.0) if sample else 0.0,
-        top_k=sampling.get("top_k", 0),
-        top_p=sampling.get("top_p", 1.0),
-        min_p=sampling.get("min_p", 0.0),
         do_sample=sample,
-        num_return_sequences=values.get("num_return_sequences", 1),
-        stop_strings=values.get("stop_strings"),
-        max_time=values.get("max_time"),
-        processing={name: values.get(name) for name in PROCESSING},
-        flags={name: bool(read_flag(name, values.get(name))) for name in FLAGS},
         unsampled={} if sample or given is None or given.do_sample is not None else _differing(own, given),
     )
 
 
 def _differing(own: GenerationConfig, given: GenerationConfig) -> dict[str, Any]:
     """The sampling options of a caller's configuration that are not those of the model's, of which it may be a copy."""
-    values = {name: getattr(given, name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
+    values = {name: getattr(given, name, None) for name in SAMPLING}
     return {name: value for name, value in values.items() if value is not None and value != getattr(own, name, None)}
 
 

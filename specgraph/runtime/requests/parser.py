@@ -15,11 +15,11 @@ from transformers import GenerationConfig
 
 from specgraph.errors import InputError, warn_caller
 from specgraph.runtime.model_guard import ModelGuard
-from specgraph.runtime.requests.arguments import PROCESSING, STRUCTURE, check_names
-from specgraph.runtime.requests.generation_config import FLAGS, GenerationDefaults, LiveDefaults
+from specgraph.runtime.requests.arguments import OF_ONE_SEQUENCE, STRUCTURE, check_names
+from specgraph.runtime.requests.generation_config import FLAGS, SAMPLING, GenerationDefaults, LiveDefaults
 from specgraph.runtime.requests.grammar import Grammars, are_structured
 from specgraph.runtime.requests.host_processors import Allowed, HostProcessor, PythonProcessors, read_processors
-from specgraph.runtime.requests.limits import EosIds, Lengths, read_eos, read_limits
+from specgraph.runtime.requests.limits import Lengths, read_eos, read_limits
 from specgraph.runtime.requests.processing_options import (
     Sequences,
     forbidding,
@@ -79,13 +79,11 @@ class RequestParser:
     always_reads_seeds: bool = False
 
     def call(
-        self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], *, max_new_tokens: PerSequence = None,
-        eos_token_id: EosIds = None, seed: PerSequence = None, return_logprobs: bool | str = False,
-        stopping_criteria: Any = None, trace: bool = False, seeded: bool = True, as_transformers: bool = False,
-        **sampling: PerSequence,
+        self, input_ids: Any, attention_mask: Any, options: Mapping[str, Any], *, seeded: bool = True,
+        as_transformers: bool = False,
     ) -> GenerateCall:  # fmt: skip
-        """A checked call of ``generate``; ``others`` are transformers' arguments. ``seeded`` says whether the seed is
-        the caller's, who is then warned where it has no effect.
+        """A checked call of ``generate`` with these ``options``, of which one that is None was not given. ``seeded``
+        says whether the seed is the caller's, who is then warned where it has no effect.
 
         ``as_transformers``: what happens where no token is left is what transformers does.
 
@@ -94,34 +92,32 @@ class RequestParser:
                 compiled; the message says what is allowed.
         """
         self.guard.check()
-        input_ids, attention_mask, others = unpack(input_ids, attention_mask, others)
-        check_names(others)
+        input_ids, attention_mask, options = unpack(input_ids, attention_mask, options)
+        check_names(options)
         if input_ids is None:
             raise InputError("There is no prompt; give input_ids, as [B, S] or as a list of 1-D tensors.")
-        self._check_unused(others)
-        do_sample = read_flag("do_sample", others.get("do_sample"))
-        defaults = self.read_defaults(others.get("generation_config"), do_sample, others.keys())
-        copies = _copies(others.get("num_return_sequences"), defaults)
+        given = {name: value for name, value in options.items() if value is not None}
+        self._check_unused(given)
+        do_sample = read_flag("do_sample", given.get("do_sample"))
+        defaults = self.read_defaults(given.get("generation_config"), do_sample, options.keys())
+        asked = {**defaults.values, **given}
+        copies = _copies(asked)
         count = _count(input_ids) * copies
-        eos_ids = read_eos(eos_token_id, defaults.eos_ids, self.limits.vocab_size, count)
-        pad_id = _pad_id(others.get("pad_token_id"), defaults, eos_ids, self.limits.vocab_size)
-        known_pad = pad_id if others.get("pad_token_id") is not None else defaults.pad_id
+        eos_ids = read_eos(given.get("eos_token_id"), defaults.eos_ids, self.limits.vocab_size, count)
+        pad_id = _pad_id(given.get("pad_token_id"), defaults, eos_ids, self.limits.vocab_size)
+        known_pad = pad_id if "pad_token_id" in given else defaults.pad_id
         prompts = read_prompts(input_ids, attention_mask, known_pad, sum(eos_ids, ()))
         check_prompts(prompts, self.limits)
         prompts = prompts.repeat(copies)
-        ends = read_limits(prompts, _lengths(max_new_tokens, others, defaults), self.limits)
-        names = ("temperature", "top_k", "top_p", "min_p")
-        chosen = {n: getattr(defaults, n) if sampling.get(n) is None else sampling[n] for n in names}
-        if do_sample is False:
-            chosen["temperature"] = 0.0
-        options = read_sampling(len(ends), seed=seed, **chosen)
-        greedy = [option.temperature == 0 for option in options]
-        if all(greedy) and do_sample is None and sampling.get("temperature") is None:
-            given = {name: value for name, value in sampling.items() if value is not None}
-            idle_seed = seed if seeded and not self.always_reads_seeds else None
-            _warn_greedy({**defaults.unsampled, **given, "seed": idle_seed}, len(greedy))
-        by_config = do_sample is None and defaults.do_sample and sampling.get("temperature") is None
-        if (do_sample or by_config) and any(greedy):
+        ends = read_limits(prompts, _lengths(given, defaults), self.limits)
+        sampling = read_sampling(len(ends), asked if do_sample is not False else asked | {"temperature": 0.0})
+        greedy = [own.temperature == 0 for own in sampling]
+        undecided = do_sample is None and "temperature" not in given
+        if all(greedy) and undecided:
+            own = {name: given[name] for name in SAMPLING if name in given}
+            idle_seed = given.get("seed") if seeded and not self.always_reads_seeds else None
+            _warn_greedy({**defaults.unsampled, **own, "seed": idle_seed}, len(greedy))
+        if (do_sample or (undecided and defaults.do_sample)) and any(greedy):
             raise InputError("do_sample=True needs a temperature above 0; leave do_sample out to decode greedily.")
         if copies > 1 and all(greedy):
             raise InputError(
@@ -129,69 +125,53 @@ class RequestParser:
                 "do_sample=True or a temperature, or leave it out."
             )
         rooms = [end.limit - prompt.numel() for prompt, end in zip(prompts.prompts, ends, strict=True)]
-        lengths, structured = [given.numel() for given in prompts.given], are_structured(others, count)
+        lengths, structured = [own.numel() for own in prompts.given], are_structured(given, count)
         known = Sequences(lengths, rooms, eos_ids, self.limits.vocab_size, structured, as_transformers)
-        processing = read_processing(known, others, defaults.processing)
-        hosts = self._hosts(others, defaults, known, forces=as_transformers)
-        forbids = [functools.partial(_forbidding, known, others, defaults, place) for place in range(count)]
+        processing = read_processing(known, asked)
+        hosts = self._hosts(asked, known, forces=as_transformers)
+        forbids = [functools.partial(_forbidding, known, asked, place) for place in range(count)]
         requests = [
             Request(
-                prompts.prompts[place], ends[place].limit, options[place], eos_ids[place], ends[place].capped,
+                prompts.prompts[place], ends[place].limit, sampling[place], eos_ids[place], ends[place].capped,
                 processing[place], prompts.given[place], hosts[place], forbids[place],
                 as_transformers and greedy[place],
             )
             for place in range(count)
         ]  # fmt: skip
         device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
-        batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(return_logprobs), device,
-                      bool(read_flag("trace", trace)))  # fmt: skip
-        strings = _stop_strings(others, defaults)
-        criteria = [*read_criteria(stopping_criteria), *_criteria(strings, others, defaults)]
-        return GenerateCall(batch, criteria, _streamer(others.get("streamer")), read_wanted(others, defaults), strings)
+        batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(given.get("return_logprobs")), device,
+                      bool(read_flag("trace", given.get("trace"))))  # fmt: skip
+        strings = read_stop_strings(asked.get("stop_strings"))
+        criteria = [*read_criteria(given.get("stopping_criteria")), *_criteria(strings, asked)]
+        return GenerateCall(batch, criteria, _streamer(given.get("streamer")), read_wanted(asked), strings)
 
-    def stream(self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], **options: Any) -> GenerateCall:
+    def stream(self, input_ids: Any, attention_mask: Any, options: Mapping[str, Any]) -> GenerateCall:
         """A checked call of ``stream``, whose chunks have no scores; see :meth:`call`."""
         for name in ("output_scores", "output_logits"):
-            if others.get(name):
+            if options.get(name):
                 raise InputError(f"stream does not take {name}, because its chunks have none; call generate.")
-        return self.call(input_ids, attention_mask, others, **options)
+        return self.call(input_ids, attention_mask, options)
 
-    def batch(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Batch:
-        """The sequences of a call without arguments of transformers; see :meth:`call`."""
-        return self.call(input_ids, attention_mask, {}, seeded=False, **options).batch
-
-    def one(
-        self, prompt: Tensor | Sequence[int], *, max_new_tokens: int | None = None, eos_token_id: EosIds = None,
-        temperature: float | None = None, top_k: int | None = None, top_p: float | None = None,
-        min_p: float | None = None, seed: int | None = None, **others: Any,
-    ) -> GenerateCall:  # fmt: skip
+    def one(self, prompt: Tensor | Sequence[int], options: Mapping[str, Any]) -> GenerateCall:
         """A checked call of ``submit``, whose seed is used as it is.
-
-        ``others`` is what changes logits or ends the sequence, or the structure.
 
         Raises:
             InputError: as for :meth:`call`.
         """
-        seeds = None if seed is None else [seed]
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id, "seed": seeds}
-        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        check_names(others, PROCESSING | STRUCTURE | {"tokenizer", "stop_strings", "max_time"}, "submit")
-        return self.call([_one_prompt(prompt)], None, others, **options)
+        check_names(options, OF_ONE_SEQUENCE, "submit")
+        seed = options.get("seed")
+        return self.call([_one_prompt(prompt)], None, {**options, "seed": None if seed is None else [seed]})
 
-    def _hosts(
-        self, others: Mapping[str, Any], defaults: GenerationDefaults, known: Sequences, *, forces: bool
-    ) -> list[tuple[HostProcessor, ...]]:
+    def _hosts(self, asked: Mapping[str, Any], known: Sequences, *, forces: bool) -> list[tuple[HostProcessor, ...]]:
         """What the host does with the logits of each sequence: processors, then structure, then keeping them."""
-        functions = read_processors(others.get("logits_processor"))
-        allowed = others.get("prefix_allowed_tokens_fn")
+        functions, allowed = read_processors(asked.get("logits_processor")), asked.get("prefix_allowed_tokens_fn")
         if allowed is not None:
             takes = ("the place of a sequence", "its tokens")
             check_function("prefix_allowed_tokens_fn", "a function of a place and tokens", allowed, *takes)
-        wanted = read_wanted(others, defaults)
-        tokenizer = functools.partial(self.tokenizers.get, others.get("tokenizer"))
-        minimums = read_minimums(known, others, defaults.processing)
-        grammars = self.grammars.read(others, tokenizer, known.eos_ids, minimums)
-        lasts = forced_ends(known, others, defaults.processing)
+        wanted = read_wanted(asked)
+        tokenizer = functools.partial(self.tokenizers.get, asked.get("tokenizer"))
+        grammars = self.grammars.read(asked, tokenizer, known.eos_ids, read_minimums(known, asked))
+        lasts = forced_ends(known, asked)
         hosts = []
         for place, (grammar, last) in enumerate(zip(grammars, lasts, strict=True)):
             several = [*last, *functions]
@@ -202,23 +182,21 @@ class RequestParser:
             hosts.append(tuple(own))
         return hosts
 
-    def _check_unused(self, others: Mapping[str, Any]) -> None:
+    def _check_unused(self, given: Mapping[str, Any]) -> None:
         """Refuse wrong values also where nothing reads them."""
-        if self.reads_token_types and others.get("token_type_ids") is not None:
+        if self.reads_token_types and "token_type_ids" in given:
             raise InputError("token_type_ids is not supported (the model was compiled without them); leave it out.")
-        if others.get("tokenizer") is not None:
-            check_tokenizer(others["tokenizer"])
-        read_flag("return_dict_in_generate", others.get("return_dict_in_generate"))
+        if "tokenizer" in given:
+            check_tokenizer(given["tokenizer"])
+        read_flag("return_dict_in_generate", given.get("return_dict_in_generate"))
 
 
-def _forbidding(
-    known: Sequences, others: Mapping[str, Any], defaults: GenerationDefaults, place: int, count: int
-) -> list[str]:
+def _forbidding(known: Sequences, asked: Mapping[str, Any], place: int, count: int) -> list[str]:
     """The arguments that forbid tokens behind the first ``count`` new ones of a sequence."""
-    found = forbidding(known, others, defaults.processing, place, count)
-    found += ["logits_processor"] if read_processors(others.get("logits_processor")) else []
-    found += ["prefix_allowed_tokens_fn"] if others.get("prefix_allowed_tokens_fn") is not None else []
-    return found + [name for name in sorted(STRUCTURE) if known.structured[place] and others.get(name) is not None]
+    found = forbidding(known, asked, place, count)
+    found += ["logits_processor"] if read_processors(asked.get("logits_processor")) else []
+    found += ["prefix_allowed_tokens_fn"] if "prefix_allowed_tokens_fn" in asked else []
+    return found + [name for name in sorted(STRUCTURE) if known.structured[place] and name in asked]
 
 
 def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -268,8 +246,8 @@ def _one_prompt(prompt: Any) -> Tensor:
     return read_ids(prompt)
 
 
-def _copies(given: Any, defaults: GenerationDefaults) -> int:
-    copies = whole("num_return_sequences", defaults.num_return_sequences if given is None else given)
+def _copies(asked: Mapping[str, Any]) -> int:
+    copies = whole("num_return_sequences", asked.get("num_return_sequences", 1))
     if copies < 1:
         raise InputError(f"num_return_sequences must be at least 1, got {copies}.")
     return copies
@@ -285,15 +263,15 @@ def _pad_id(given: Any, defaults: GenerationDefaults, eos_ids: Sequence[tuple[in
     return pad_id
 
 
-def _lengths(max_new_tokens: PerSequence, others: Mapping[str, Any], defaults: GenerationDefaults) -> Lengths:
+def _lengths(given: Mapping[str, Any], defaults: GenerationDefaults) -> Lengths:
     """How long sequences become. A caller's ``max_new_tokens`` comes first, then its ``max_length``."""
-    if max_new_tokens is not None:
-        if others.get("max_length") is not None:
-            warn_caller("max_new_tokens is given, so max_length has no effect.")
-        return Lengths(max_new_tokens, None)
-    if others.get("max_length") is not None:
-        return Lengths(None, others["max_length"])
-    return Lengths(defaults.max_new_tokens, defaults.max_length, by_model=True)
+    if "max_new_tokens" in given and "max_length" in given:
+        warn_caller("max_new_tokens is given, so max_length has no effect.")
+    if "max_new_tokens" in given:
+        return Lengths(given["max_new_tokens"], None)
+    if "max_length" in given:
+        return Lengths(None, given["max_length"])
+    return Lengths(defaults.values.get("max_new_tokens"), defaults.values.get("max_length"), by_model=True)
 
 
 _IDLE: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}
@@ -314,24 +292,17 @@ def _warn_greedy(asked: Mapping[str, PerSequence], batch: int) -> None:
         )
 
 
-def _stop_strings(others: Mapping[str, Any], defaults: GenerationDefaults) -> list[str]:
-    given = others.get("stop_strings")
-    return read_stop_strings(defaults.stop_strings if given is None else given)
-
-
-def _criteria(strings: list[str], others: Mapping[str, Any], defaults: GenerationDefaults) -> list[Criterion]:
-    seconds = others.get("max_time")
-    seconds = defaults.max_time if seconds is None else seconds
+def _criteria(strings: list[str], asked: Mapping[str, Any]) -> list[Criterion]:
+    seconds = asked.get("max_time")
     if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise InputError(f"max_time must be a number of seconds above 0, got {seconds!r}.")
     seconds = None if seconds == math.inf else seconds
-    return stop_criteria(strings, others.get("tokenizer"), seconds)
+    return stop_criteria(strings, asked.get("tokenizer"), seconds)
 
 
-def read_wanted(others: Mapping[str, Any], defaults: GenerationDefaults) -> Wanted:
+def read_wanted(asked: Mapping[str, Any]) -> Wanted:
     """Which logits the output shall have."""
-    given = {name: read_flag(name, others.get(name)) for name in FLAGS}
-    return Wanted(*(defaults.flags.get(name, False) if value is None else value for name, value in given.items()))
+    return Wanted(*(bool(read_flag(name, asked.get(name))) for name in FLAGS))
 
 
 def _streamer(given: Any) -> Any:

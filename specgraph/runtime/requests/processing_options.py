@@ -39,27 +39,20 @@ class Sequences:
     as_transformers: bool = False
 
 
-def read_processing(known: Sequences, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Processing]:
-    """The options of each sequence. What is left out, or None, has the value in ``defaults``, or is off.
-
-    ``given`` may hold other names, too.
+def read_processing(known: Sequences, asked: Mapping[str, Any]) -> list[Processing]:
+    """The options of each sequence. What is left out, or None, is off; ``asked`` may hold other names, too.
 
     Raises:
         InputError: a value is out of range or of the wrong form, or there is not one for each sequence.
     """
     batch = len(known.eos_ids)
-    options = _merged(given, defaults)
-    columns: dict[str, Sequence[Any]] = {
-        name: _numbers(name, options.get(name), batch) for name in _of_form(Form.NUMBER)
-    }
-    minimums = read_minimums(known, given, defaults)
-    columns[FIRST] = _first_tokens(options.get(FIRST), batch, known.vocab_size)
+    columns: dict[str, Sequence[Any]] = {name: _numbers(name, asked.get(name), batch) for name in _of_form(Form.NUMBER)}
+    minimums = read_minimums(known, asked)
+    columns[FIRST] = _first_tokens(asked.get(FIRST), batch, known.vocab_size)
     # One of several is chosen by the host; see forced_ends.
-    columns[LAST] = [
-        own[0] if len(own) == 1 else -1 for own in _last_tokens(options.get(LAST), batch, known.vocab_size)
-    ]
-    columns["no_repeat_ngram_size"] = _counts("no_repeat_ngram_size", options.get("no_repeat_ngram_size"), batch)
-    words = {name: _words(name, options.get(name), batch, known.vocab_size) for name in WORDS}
+    columns[LAST] = [own[0] if len(own) == 1 else -1 for own in _last_tokens(asked.get(LAST), batch, known.vocab_size)]
+    columns["no_repeat_ngram_size"] = _counts("no_repeat_ngram_size", asked.get("no_repeat_ngram_size"), batch)
+    words = {name: _words(name, asked.get(name), batch, known.vocab_size) for name in WORDS}
     found = []
     for b, length in enumerate(known.given_lengths):
         own = {name: column[b] for name, column in columns.items()}
@@ -76,40 +69,33 @@ def read_processing(known: Sequences, given: Mapping[str, Any], defaults: Mappin
     return found
 
 
-def read_minimums(known: Sequences, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[int]:
+def read_minimums(known: Sequences, asked: Mapping[str, Any]) -> list[int]:
     """The number of new tokens before which each sequence does not end; 0 or less is no minimum.
 
     Raises:
         InputError: as :func:`read_processing`.
     """
-    options = _merged(given, defaults)
-    new, all_ = (_counts(name, options.get(name), len(known.eos_ids)) for name in ("min_new_tokens", "min_length"))
+    new, all_ = (_counts(name, asked.get(name), len(known.eos_ids)) for name in ("min_new_tokens", "min_length"))
     return [max(*both) for both in zip(new, _differences(all_, known.given_lengths), strict=True)]
 
 
-def forbidding(
-    known: Sequences, given: Mapping[str, Any], defaults: Mapping[str, Any], place: int, count: int
-) -> list[str]:
+def forbidding(known: Sequences, asked: Mapping[str, Any], place: int, count: int) -> list[str]:
     """The options that forbid tokens behind the first ``count`` new ones of a sequence, by their names."""
-    options, batch = _merged(given, defaults), len(known.eos_ids)
+    batch = len(known.eos_ids)
     length, found = known.given_lengths[place], []
-    forced = length == 1 and _first_tokens(options.get(FIRST), batch, known.vocab_size)[place] >= 0
+    forced = length == 1 and _first_tokens(asked.get(FIRST), batch, known.vocab_size)[place] >= 0
     for name in WORDS:
-        words = _words(name, options.get(name), batch, known.vocab_size)[place]
+        words = _words(name, asked.get(name), batch, known.vocab_size)[place]
         if any(bias.value == -math.inf and count < bias.until + forced for bias in words):
             found.append(name)
     for name, known_before in (("min_new_tokens", 0), ("min_length", length)):
-        if _counts(name, options.get(name), batch)[place] - known_before > count and known.eos_ids[place]:
+        if _counts(name, asked.get(name), batch)[place] - known_before > count and known.eos_ids[place]:
             found.append(name)
     found += [FIRST] if forced and count == 0 else []
-    last = count == known.rooms[place] - 1 and _last_tokens(options.get(LAST), batch, known.vocab_size)[place]
+    last = count == known.rooms[place] - 1 and _last_tokens(asked.get(LAST), batch, known.vocab_size)[place]
     found += [LAST] if last else []
-    ngrams = _counts("no_repeat_ngram_size", options.get("no_repeat_ngram_size"), batch)[place]
+    ngrams = _counts("no_repeat_ngram_size", asked.get("no_repeat_ngram_size"), batch)[place]
     return found + ["no_repeat_ngram_size"] * (ngrams > 0)
-
-
-def _merged(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {**defaults, **{name: value for name, value in given.items() if value is not None}}
 
 
 def _differences(first: Sequence[int], second: Sequence[int]) -> list[int]:
@@ -124,14 +110,15 @@ def _warn_too_few(place: int, least: int, room: int) -> None:
         )
 
 
-def forced_ends(known: Sequences, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[list[LogitsProcessor]]:
+def forced_ends(known: Sequences, asked: Mapping[str, Any]) -> list[list[LogitsProcessor]]:
     """transformers' processor for each sequence whose last token is one of several; of one, the step takes care.
 
     Raises:
         InputError: they are no token ids.
     """
-    value = defaults.get(LAST) if given.get(LAST) is None else given[LAST]
-    each = zip(known.given_lengths, known.rooms, _last_tokens(value, len(known.rooms), known.vocab_size), strict=True)
+    each = zip(
+        known.given_lengths, known.rooms, _last_tokens(asked.get(LAST), len(known.rooms), known.vocab_size), strict=True
+    )
     return [
         [ForcedEOSTokenLogitsProcessor(length + room, own, device="cpu")] if len(own) > 1 else []
         for length, room, own in each

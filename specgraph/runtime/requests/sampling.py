@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,28 +38,19 @@ class Sampling:
         return frozenset(name for name, is_off in off.items() if is_off)
 
 
-def read_sampling(
-    batch: int,
-    *,
-    temperature: PerSequence,
-    top_k: PerSequence,
-    top_p: PerSequence,
-    min_p: PerSequence,
-    seed: PerSequence,
-) -> list[Sampling]:
+def read_sampling(batch: int, asked: Mapping[str, Any]) -> list[Sampling]:
     """Checked sampling options of each sequence.
 
     ``seed``: None draws fresh seeds, a number gives sequence b hash(seed, b), a list is taken as it is.
     """
-    temperatures = per_sequence("temperature", temperature, 0.0, batch)
-    ks, ps, mins = (per_sequence(n, v, d, batch) for n, v, d in (("top_k", top_k, 0), ("top_p", top_p, 1.0),
-                                                                 ("min_p", min_p, 0.0)))  # fmt: skip
+    off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    temperatures, ks, ps, mins = (per_sequence(name, asked.get(name), value, batch) for name, value in off.items())
     check_range("temperature", temperatures, "0 or more", 0, 1e30, above=False)
     check_range("top_k", ks, "0 (off) or a positive integer", 0, math.inf, above=False)
     check_range("top_p", ps, "in (0, 1]", 0, 1, above=True)
     check_range("min_p", mins, "in [0, 1]", 0, 1, above=False)
     whole_ks = [min(whole("top_k", k), 1 << 62) for k in ks]
-    values = zip(temperatures, whole_ks, ps, mins, read_seeds(seed, batch), strict=True)
+    values = zip(temperatures, whole_ks, ps, mins, read_seeds(asked.get("seed"), batch), strict=True)
     # What truncates a distribution changes no greedy choice. Without it the step is shorter, and a trace says what the
     # target thinks of a token that top_k would have cut off.
     return [Sampling(float(t), k, float(p), float(m), s) if t else Sampling(seed=s) for t, k, p, m, s in values]
