@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from specgraph.runtime.outputs.output import GenerateOutput, Stream, StreamChunk
     from specgraph.runtime.outputs.stats import Room, SessionStats, Stats
     from specgraph.runtime.scoring import ScoreOutput
-    from specgraph.runtime.session import Event, Session
+    from specgraph.runtime.session import Session
 
 __all__ = [
     "BusyError",
@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Event": "runtime.session",
+    "Event": "runtime.outputs.output",
     "GenerateOutput": "runtime.outputs.output",
     "Program": "ir.program",
     "Room": "runtime.outputs.stats",

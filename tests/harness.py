@@ -350,7 +350,8 @@ def real_run(
 def begun(program: Program, requests: Sequence[Request]) -> tuple[State, Prefill]:
     """A state in whose rows these sequences begin, and their prompts."""
     sizes = sizes_for(requests, len(requests), program.block_size)
-    state, pages = allocate(program, sizes, torch.device("cpu")), PagePool(sizes["N"], program.block_size)
+    state = allocate(program, sizes.by_letter(), torch.device("cpu"))
+    pages = PagePool(sizes.num_pages, program.block_size)
     reserved = [pages.reserve(request.prompt, request.limit) for request in requests]
     entering = [Admission(row, requests[row], own.pages) for row, own in enumerate(reserved) if own]
     SlotInitializer(program, state).admit(entering)

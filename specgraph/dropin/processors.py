@@ -23,7 +23,7 @@ from transformers.generation import (
     SuppressTokensLogitsProcessor,
 )
 
-from specgraph.runtime.requests.processing import OPTIONS
+from specgraph.runtime.requests.processing_options import OPTIONS
 
 Options = dict[str, Any]
 

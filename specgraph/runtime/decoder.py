@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,6 @@ from specgraph.passes.pipeline import Callback, StageReport
 from specgraph.passes.report import render_report, report_record
 from specgraph.progress import Progress
 from specgraph.runtime.execution.engine_factory import EngineFactory
-from specgraph.runtime.execution.pause import HostTime
-from specgraph.runtime.execution.plain_mode import plain_mode
 from specgraph.runtime.execution.runner_pool import RunnerPool
 from specgraph.runtime.execution.steps import Step
 from specgraph.runtime.execution.stopping import Stopping
@@ -32,18 +31,18 @@ from specgraph.runtime.outputs.stats import Stats
 from specgraph.runtime.outputs.streamer import StreamerAdapter
 from specgraph.runtime.requests.arguments import CHAT, TAKEN, check_names
 from specgraph.runtime.requests.chats import encode_chats
-from specgraph.runtime.requests.generation_config import LiveDefaults
+from specgraph.runtime.requests.generation_config import read_generation_config
 from specgraph.runtime.requests.grammar import Grammars
 from specgraph.runtime.requests.limits import EosIds
 from specgraph.runtime.requests.parser import GenerateCall, RequestParser
-from specgraph.runtime.requests.request import Batch, Limits, Request
+from specgraph.runtime.requests.request import Limits, Request
 from specgraph.runtime.requests.sampling import read_logprobs
 from specgraph.runtime.requests.stopping import Criterion
 from specgraph.runtime.requests.text import Tokenizers, check_text_options, encode_texts
 from specgraph.runtime.requests.values import PerSequence, read_bound, read_flag, refuse_others
-from specgraph.runtime.schedule.prompt_shapes import Overhead
-from specgraph.runtime.scoring import ScoreLimits, ScoreOutput, Scoring, read_scoring
+from specgraph.runtime.scoring import ScoreOutput, Scoring, read_scoring
 from specgraph.runtime.session import Session, SessionOptions
+from specgraph.specialise.mode import Mode
 from specgraph.specialise.step_cache import Stages, StepCache
 
 Criteria = Criterion | Sequence[Criterion] | None
@@ -83,15 +82,11 @@ class SpeculativeDecoder:
         token_types = "token_type_ids" in inspect.signature(model.forward).parameters
         tokenizers, grammars = Tokenizers(model), Grammars(limits.vocab_size)
         draws = config.verify.rule == "synthetic"
-        self._reader = RequestParser(LiveDefaults(model), limits, guard, tokenizers, grammars, token_types, draws)
+        defaults = functools.partial(read_generation_config, model)
+        self._reader = RequestParser(defaults, limits, guard, tokenizers, grammars, token_types, draws)
         self._step_cache = StepCache(self._program, self.stages, self._reports, list(callbacks))
-        self._host_time = HostTime()
-        num_parameters = sum(tensor.numel() for tensor in self._program.tensors())
-        self._overhead = Overhead.of(num_parameters, self._program.target.device.type)
         self._runners = RunnerPool(self._program, config.max_batch_size, config.cache)
-        self._engines = EngineFactory(
-            self._program, config, self._runners, self._step_cache.step, self._overhead, self._host_time
-        )
+        self._engines = EngineFactory(self._program, config, self._runners, self._step_cache.step)
 
     @property
     def max_length(self) -> int:
@@ -258,7 +253,7 @@ class SpeculativeDecoder:
         giving = SessionOptions(logprobs != "none", texts, own, read_bound("max_waiting", max_waiting))
         stack = contextlib.ExitStack()
         sizes = self._engines.session_sizes(self.max_length, len(self._reader.read_defaults().eos_ids))
-        engine = stack.enter_context(self._engines.engine(sizes, logprobs, fair=True))
+        engine = stack.enter_context(self._engines.engine(sizes, Mode(logprobs), fair=True))
         return Session(engine, self._reader, self._engines.step, stack.close, giving)
 
     def score(
@@ -290,9 +285,10 @@ class SpeculativeDecoder:
         refuse_others("score", others, f"it takes start, logprobs, {', '.join(sampling)}")
         requests, starts, pass_ = read_scoring(self._reader, sequences, attention_mask, start, logprobs, **sampling)
         sizes = sizes_for(requests, self.config.max_batch_size, self._runners.block_size)
-        cuts = ScoreLimits(self._overhead.prompt, self.config.cache.prefill_chunk, self._program.target.vocab_size)
-        with self._plain_mode(), self._runners.lend(sizes) as runner:
-            return Scoring(runner, self._step_cache.scoring(pass_), cuts).run(requests, starts)
+        overhead, chunk = self._engines.overhead.prompt, self.config.cache.prefill_chunk
+        with self._engines.plain_mode(), self._runners.lend(sizes) as runner:
+            scoring = Scoring(runner, self._step_cache.scoring(pass_), overhead, chunk, self.vocab_size)
+            return scoring.run(requests, starts)
 
     def forget_prefixes(self) -> None:
         """Share no page any more that an earlier call of ``generate`` or ``stream`` has filled.
@@ -304,7 +300,7 @@ class SpeculativeDecoder:
 
     def report(self) -> str:
         """What every pass did: time, matches, nodes, near misses, bytes shared, as Markdown."""
-        last = [*self._runners.describe(), *self._engines.describe(), *self._host_time.describe()]
+        last = [*self._runners.describe(), *self._engines.describe()]
         return render_report(self.stages, self._reports, self._notes, last)
 
     def dump(self, folder: str | Path, *, weights: bool | None = None) -> Path:
@@ -324,7 +320,7 @@ class SpeculativeDecoder:
         )
 
     def _collector(self, call: GenerateCall) -> Collector:
-        batch, drafter = len(call.batch.requests), self._program.drafter
+        batch, drafter = len(call.requests), self._program.drafter
         steps: list[list[int]] = [[] for _ in range(batch)]
         says = CONFIDENCE in self._program.inputs
         confidence: list[list[list[float]]] = [[] for _ in range(batch if says else 0)]
@@ -332,7 +328,7 @@ class SpeculativeDecoder:
         about = {
             "target": self._program.target.name, "drafter": drafter.name, "rule": self.config.verify.rule,
             "num_speculative_tokens": count,
-            "temperatures": [request.sampling.temperature for request in call.batch.requests],
+            "temperatures": [request.sampling.temperature for request in call.requests],
         }  # fmt: skip
         return Collector(call, Stats(count, steps, confidence=confidence), about)
 
@@ -340,7 +336,8 @@ class SpeculativeDecoder:
         """Decode a call. An error of a sequence is raised when all others have ended, and brings what they have."""
         collector = self._collector(call)
         # The mode is entered once, and not for every step.
-        with self._plain_mode(), contextlib.closing(self._run(call, self.config.debug.progress, alone=True)) as steps:
+        running = self._run(call, self.config.debug.progress, alone=True)
+        with self._engines.plain_mode(), contextlib.closing(running) as steps:
             for step in steps:
                 collector.add(step)
         output, error = collector.output(), collector.first_error()
@@ -373,17 +370,16 @@ class SpeculativeDecoder:
         """
         alone = alone and not call.criteria and call.streamer is None
         with contextlib.closing(self._decode(call, show, alone=alone)) as steps:
-            yield from steps if call.streamer is None else StreamerAdapter(call.streamer, call.batch).watch(steps)
+            yield from steps if call.streamer is None else StreamerAdapter(call).watch(steps)
 
     def _decode(self, call: GenerateCall, show: bool | None, *, alone: bool) -> Generator[Step, None, None]:
-        requests = call.batch.requests
+        requests = call.requests
         if not any(request.has_room for request in requests):
             return
         sizes = sizes_for(requests, min(self.config.max_batch_size, len(requests)), self._runners.block_size)
         with contextlib.ExitStack() as stack:
-            batch = call.batch
-            engine = stack.enter_context(self._engines.engine(sizes, batch.logprobs, fair=False, traced=batch.traced))
-            progress = stack.enter_context(_progress(call.batch, show))
+            engine = stack.enter_context(self._engines.engine(sizes, call.mode, fair=False))
+            progress = stack.enter_context(_progress(call.requests, show))
             if alone:
                 stack.enter_context(engine.active())
             stopping = Stopping(engine)
@@ -394,12 +390,9 @@ class SpeculativeDecoder:
                 progress.advance(step.prompt_tokens)
                 yield step
 
-    def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
-        return plain_mode(self._program.target.device)
 
-
-def _progress(batch: Batch, show: bool | None) -> Progress:
-    return Progress("prefill", sum(request.prompt.numel() for request in batch.requests if request.has_room), show)
+def _progress(requests: Sequence[Request], show: bool | None) -> Progress:
+    return Progress("prefill", sum(request.prompt.numel() for request in requests if request.has_room), show)
 
 
 def _longest_first(requests: Sequence[Request]) -> list[int]:

@@ -31,7 +31,7 @@ from specgraph.runtime.outputs.output import GenerateOutput
 from specgraph.runtime.requests.parser import RequestParser
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.requests.values import PerSequence, per_sequence, whole
-from specgraph.runtime.schedule.prefill import Chunk, Prefill
+from specgraph.runtime.schedule.prefill import Chunk, PendingPrompt, Prefill
 from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS
 from specgraph.specialise.score_rows import ScoreRows
 
@@ -95,7 +95,7 @@ def read_scoring(
         sequences, attention_mask, start = _unpadded(sequences, attention_mask, start)
     reader = replace(reader, limits=replace(reader.limits, max_length=reader.limits.max_length + 1))
     options = {"max_new_tokens": 0, "seed": 0, **sampling}
-    requests = reader.call(sequences, attention_mask, options, seeded=False).batch.requests
+    requests = reader.call(sequences, attention_mask, options, seeded=False).requests
     unused: tuple[str, ...] = ()
     if logprobs == "processed":
         _check_processing(requests)
@@ -141,49 +141,33 @@ def _read_starts(requests: Sequence[Request], start: PerSequence) -> list[int]:
     return starts
 
 
-class ScoreLimits(NamedTuple):
-    """How sequences are cut into steps.
-
-    Attributes:
-        overhead: what a step costs besides its rows, as a number of rows.
-        chunk: the most rows of a sequence in a step.
-        vocab_size: the logits of a row.
-    """
-
-    overhead: int
-    chunk: int
-    vocab_size: int
-
-    @property
-    def most_rows(self) -> int:
-        """The most rows of a step, so that their logits take no more memory than they should."""
-        return max(2, min(MOST_ROWS, MOST_LOGITS // self.vocab_size))
-
-
 @dataclass
 class _Place:
     """A sequence in a row of the state.
 
     Attributes:
-        done: how many of its tokens are in its pages when the steps under way have run.
+        reserved: its pages.
+        tokens: those of it that are yet to be run.
         filling: names of the pages that it is yet to fill, by the number of tokens that it takes.
     """
 
     number: int
-    prompt: Tensor
-    pages: Reservation
-    done: int
+    reserved: Reservation
+    tokens: PendingPrompt
     filling: dict[int, int]
 
 
 class Scoring:
     """One call of ``score``: sequences that wait, those in rows of a runner's state, and what steps said of them."""
 
-    def __init__(self, runner: Runner, step: fx.GraphModule, cuts: ScoreLimits) -> None:
-        """``step`` is one that :class:`~specgraph.specialise.score_rows.ScoreRows` has made."""
-        self._runner, self._step, self._chunk = runner, step, max(2, min(cuts.chunk, cuts.most_rows))
-        self._prefill = Prefill(2, runner.sizes["B"], cuts.overhead, cuts.most_rows, within=runner.pages.within)
-        self._free_rows = list(range(runner.sizes["B"]))
+    def __init__(self, runner: Runner, step: fx.GraphModule, overhead: int, chunk: int, vocab_size: int) -> None:
+        """``step`` is one that :class:`~specgraph.specialise.score_rows.ScoreRows` has made, and costs ``overhead``
+        besides its rows, as a number of rows. A sequence has at most ``chunk`` rows in it."""
+        # The logits of all rows of a step take no more memory than they should.
+        most_rows = max(2, min(MOST_ROWS, MOST_LOGITS // vocab_size))
+        self._runner, self._step, self._chunk = runner, step, max(2, min(chunk, most_rows))
+        self._prefill = Prefill(2, runner.memory.sizes.rows, overhead, most_rows, within=runner.pages.within)
+        self._free_rows = list(range(runner.memory.sizes.rows))
         self._running: dict[int, _Place] = {}
         """By row."""
         self._names: dict[int, list[int]] = {}
@@ -224,12 +208,12 @@ class Scoring:
             row, begin = self._free_rows.pop(), reserved.num_shared * pages.block_size
             ends = {(page + 1) * pages.block_size: name for page, name in enumerate(names)}
             own = {end: name for end, name in ends.items() if end > begin}
-            self._running[row] = _Place(number, request.prompt, reserved, begin, own)
             filling.update(own.values())
-            self._prefill.add(row, request.prompt, begin, request.limit, reserved.boundaries)
+            tokens = self._prefill.add(row, request.prompt, begin, request.limit, reserved.boundaries)
+            self._running[row] = _Place(number, reserved, tokens, own)
             entering.append(Admission(row, request, reserved.pages, begin, reserved.snapshot))
         if entering:
-            self._runner.admit(entering)
+            self._runner.memory.admit(entering)
 
     def _names_of(self, number: int, prompt: Tensor) -> list[int]:
         if number not in self._names:
@@ -244,32 +228,31 @@ class Scoring:
         """Run one more window, and free the rows of those sequences that end with it."""
         places, state = [self._running[row] for row in chunk.rows], self._runner.state
         rows, window = self._runner.load(chunk)
-        begins = [place.done for place in places] + [0] * (len(rows) - len(places))
-        given = torch.tensor(begins, dtype=state["start"].dtype, device="cpu")
+        begins = [place.tokens.done - count for place, count in zip(places, chunk.forced, strict=True)]
+        given = torch.tensor(begins + [0] * (len(rows) - len(places)), dtype=state["start"].dtype, device="cpu")
         scatter_state_(rows, [state["start"]], [uploaded(given, rows.device)])
         results = self._runner.run(self._step, rows, window)
         reached = [(self._running[row], row, boundary) for row, boundary in chunk.reached]
-        self._runner.keep_states(
-            ((place.pages, place.prompt, row, boundary) for place, row, boundary in reached), target_only=True
+        self._runner.memory.keep_states(
+            ((place.reserved, place.tokens.tokens, row, boundary) for place, row, boundary in reached), target_only=True
         )
         # The row of token t says how probable token t + 1 is.
-        told = [(place.number, place.done + 1, count) for place, count in zip(places, chunk.forced, strict=True)]
+        told = [(own.number, begin + 1, n) for own, begin, n in zip(places, begins, chunk.forced, strict=True)]
         self._results.append((told, results))
-        pending = {*self._prefill.pending()}
-        for row, place, count in zip(chunk.rows, places, chunk.forced, strict=True):
-            place.done += count
+        for row, place in zip(chunk.rows, places, strict=True):
             self._offer(place)
-            if row not in pending:
+            if not place.tokens.left:
                 self._leave(row)
 
     def _offer(self, place: _Place) -> None:
         """Let others have the pages that are full when the steps under way have run. Their own steps run later."""
         pages = self._runner.pages
-        pages.offer(place.pages, place.prompt[: place.done + pages.lookahead], target_only=True)
-        place.filling = {end: name for end, name in place.filling.items() if end > place.done}
+        done, tokens = place.tokens.done, place.tokens.tokens
+        pages.offer(place.reserved, tokens[: done + pages.lookahead], target_only=True)
+        place.filling = {end: name for end, name in place.filling.items() if end > done}
 
     def _leave(self, row: int) -> None:
-        self._runner.pages.give_back(self._running.pop(row).pages)
+        self._runner.pages.give_back(self._running.pop(row).reserved)
         self._free_rows.append(row)
 
     def _read(self, requests: Sequence[Request], starts: Sequence[int]) -> ScoreOutput:

@@ -7,7 +7,6 @@ import contextlib
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from specgraph.runtime.execution.steps import Output, Step
 from specgraph.runtime.execution.stopping import Stopping
 from specgraph.runtime.outputs.detokenizer import IncrementalDetokenizer
 from specgraph.runtime.outputs.followers import Followers
+from specgraph.runtime.outputs.output import Event
 from specgraph.runtime.outputs.stats import Room, SessionStats
 from specgraph.runtime.requests.arguments import STRUCTURE
 from specgraph.runtime.requests.parser import GenerateCall, RequestParser
@@ -26,29 +26,6 @@ _SLOW = STRUCTURE | {"stop_strings"}
 """Arguments of which the reading can take a second: a grammar is compiled, or a vocabulary read."""
 _PATIENCE = 0.1
 """Seconds after which a thread that waits for sequences looks whether anybody still waits for it."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a step emitted for one sequence.
-
-    Attributes:
-        id: what ``submit`` returned for it.
-        tokens: its new token ids, a possibly empty list.
-        logprobs: one number beside each of them; None if the session gives none.
-        finish_reason: None while it goes on; else ``eos``, ``length`` (as asked), ``max_length`` (the decoder's, before
-            what was asked), ``stop``, ``cancelled`` or ``error``. Nothing comes after it.
-        error: what went wrong, for ``error``; the other sequences are not concerned.
-        text: the text that can be shown now (see
-            :class:`~specgraph.runtime.outputs.detokenizer.IncrementalDetokenizer`); None if the session gives none.
-    """
-
-    id: int
-    tokens: list[int]
-    logprobs: list[float] | None = None
-    finish_reason: str | None = None
-    error: SpecgraphError | None = None
-    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +45,7 @@ class SessionOptions:
     max_waiting: int | None = None
 
 
-class Session:
+class Session(contextlib.AbstractContextManager["Session"]):
     """Decodes sequences that are submitted at any time, at most ``max_batch_size`` of them together.
 
     Made by :meth:`SpeculativeDecoder.session`. Each sequence gets the tokens that it would get alone. It waits until a
@@ -95,7 +72,7 @@ class Session:
         self._engine, self._reader, self._run, self._release = engine, reader, step, release
         self._giving, self._stopping = giving, Stopping(engine)
         self._texts: dict[int, IncrementalDetokenizer] = {}
-        self._followers: Followers[Event] = Followers(self.__aiter__, self.cancel)
+        self._followers = Followers(self.__aiter__, self.cancel)
         self._numbers = 0
         self._stepping = threading.RLock()
         self._news = threading.Condition()
@@ -174,12 +151,12 @@ class Session:
             InputError: the session is closed.
         """
         self._check_open()
-        engine, pages = self._engine, self._engine.pages
+        engine, memory, pages = self._engine, self._engine.memory, self._engine.pages
         followed = self._followers.count
-        counts = engine.num_free_rows, engine.num_rows, pages.num_free, pages.count, engine.num_waiting, followed
+        counts = engine.num_free_rows, memory.sizes.rows, pages.num_free, pages.count, engine.num_waiting, followed
         kept = pages.snapshots
         copies = (0, 0, 0) if kept is None else (kept.num_known, kept.count, kept.num_bytes)
-        return Room(*counts, *copies, engine.footprint.used(pages), engine.footprint.num_bytes)
+        return Room(*counts, *copies, memory.used_bytes, memory.num_bytes)
 
     def step(self) -> list[Event]:
         """Run one step, and return what it emitted; an empty list if there is nothing to do.
@@ -219,12 +196,7 @@ class Session:
                 self._release()
         self._wake()
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> Any:
@@ -258,13 +230,8 @@ class Session:
         self._check_open()
         with self._news:
             number, self._numbers = self._numbers, self._numbers + 1
-        self._submit(number, call)
-        self._wake()
-        return number
-
-    def _submit(self, number: int, call: GenerateCall) -> None:
-        """What its events need is there before the first of them can be."""
-        (request,) = call.batch.requests
+        # What its events need is there before the first of them can be.
+        (request,) = call.requests
         self._stopping.add(number, request, call.criteria)
         if self._giving.texts:
             self._texts[number] = IncrementalDetokenizer(self._giving.tokenizer, call.stop_strings)
@@ -274,6 +241,8 @@ class Session:
             self._stopping.drop(number)
             self._texts.pop(number, None)
             raise
+        self._wake()
+        return number
 
     def _event(self, output: Output) -> Event:
         logprobs = [*output.logprobs] if self._giving.logprobs else None

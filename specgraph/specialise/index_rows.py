@@ -121,12 +121,11 @@ def _gather(program: Program, rows: fx.Node, buffers: dict[fx.Node, Buffer]) -> 
     graph, own = program.graph, {}
     with graph.inserting_after([*program.placeholders()][-1]):
         fills = [buffer.fill for buffer in buffers.values()]
-        gather = graph.call_function(step.gather_state, (rows, list(buffers), fills))
-        gather.name = "gathered"
+        gather = program.call(step.gather_state, rows, list(buffers), fills, name="gathered")
     for index, node in enumerate(reversed(buffers)):
         with graph.inserting_after(gather):
-            own[node] = graph.call_function(operator.getitem, (gather, len(buffers) - 1 - index))
-        own[node].name = f"gathered_{node.name}"
+            place = len(buffers) - 1 - index
+            own[node] = program.call(operator.getitem, gather, place, name=f"gathered_{node.name}")
         node.replace_all_uses_with(own[node], lambda user: user is not gather)
     return own
 

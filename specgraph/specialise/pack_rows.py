@@ -17,7 +17,7 @@ number of rows that all sequences may have together.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
@@ -191,16 +191,12 @@ class _Packer:
             raise Mismatch(f"{num_rows.name} may be more rows than there is room for")
         return num_rows if extra else window_rows
 
-    def _call(self, function: Callable[..., Any], *args: Any, name: str, **kwargs: Any) -> fx.Node:
-        """A call of a function where the graph inserts; its name gets a number if another node has it."""
-        return self.program.graph.create_node("call_function", function, args, kwargs, name=name)
-
     def _places(self, counts: fx.Node, grid: fx.Node, extra: int, call: fx.Node) -> _Packing:
         with self.program.graph.inserting_before(call):
             options = {"extra": extra} if extra else {}
-            places = self._call(step.packed_places, counts, self.room, grid, name="places", **options)
-            starts = self._call(operator.getitem, places, 0, name="cu_seqlens")
-            source = self._call(operator.getitem, places, 1, name="source")
+            places = self.program.call(step.packed_places, counts, self.room, grid, name="places", **options)
+            starts = self.program.call(operator.getitem, places, 0, name="cu_seqlens")
+            source = self.program.call(operator.getitem, places, 1, name="source")
         return _Packing(grid, starts, source)
 
     def _pack(self, grid: fx.Node, packing: _Packing, fill: int = 0) -> fx.Node:
@@ -209,7 +205,7 @@ class _Packer:
         if key not in self.packed:
             options = {"fill": fill} if fill else {}
             name = f"packed_{grid.name}"
-            self.packed[key] = self._call(step.pack_rows, grid, packing.source, name=name, **options)
+            self.packed[key] = self.program.call(step.pack_rows, grid, packing.source, name=name, **options)
         return self.packed[key]
 
     def _slots(self, call: fx.Node, given: dict[str, Any], packing: _Packing) -> fx.Node:
@@ -218,7 +214,7 @@ class _Packer:
         (inside,) = calls(module.graph, step.row_slots)
         inputs: Any = inside.args
         arguments = [given[node.name] for node in inputs]
-        slots = self._call(step.row_slots, *arguments, name="slots", **inside.kwargs)
+        slots = self.program.call(step.row_slots, *arguments, name="slots", **inside.kwargs)
         return self._pack(slots, packing, fill=-1)
 
     def _replace(self, call: fx.Node, new: fx.Node, packing: _Packing) -> None:
@@ -227,7 +223,7 @@ class _Packer:
         items = list(call.users) if isinstance(call.meta[LAYOUT], tuple | list) else []
         for old in items:
             with self.program.graph.inserting_before(old):
-                item = self._call(operator.getitem, new, old.args[1], name=f"packed_{old.name}")
+                item = self.program.call(operator.getitem, new, old.args[1], name=f"packed_{old.name}")
             unpacked = self._unpacked(old, item, packing)
             if "role" in old.meta:
                 unpacked.meta["role"] = old.meta["role"]

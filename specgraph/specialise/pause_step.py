@@ -8,6 +8,7 @@ begins. Log-probabilities that are ``raw`` stay those of the target's own logits
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,8 +36,7 @@ class PauseStep(Pass):
         logits = last_processor(program.one("logits"))
         readers = [*logits.users]
         with program.graph.inserting_before(min(readers)):
-            changed = program.graph.call_function(step.for_host, (logits,))
-        changed.name = "for_host"
+            changed = program.call(step.for_host, logits, name="for_host")
         for reader in readers:
             read_changed(reader, logits, changed)
         return PassResult(1, expected=1)
@@ -44,10 +44,15 @@ class PauseStep(Pass):
 
 def last_processor(logits: fx.Node) -> fx.Node:
     """The node with the logits as all processors of the step leave them."""
+    return [logits, *processors_behind(logits)][-1]
+
+
+def processors_behind(logits: fx.Node) -> Iterator[fx.Node]:
+    """The processors that change ``logits``, one after the other."""
     for user in logits.users:
         if user.target in PROCESSORS and user.args[0] is logits:
-            return last_processor(user)
-    return logits
+            yield user
+            yield from processors_behind(user)
 
 
 class PausedStep(torch.nn.Module):

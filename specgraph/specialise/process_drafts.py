@@ -15,7 +15,7 @@ The decoder applies this pass to the steps of requests that ask for such options
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,9 +26,9 @@ from specgraph.errors import PassError
 from specgraph.ir.graphs import arguments, calls, set_argument, written_by
 from specgraph.ir.program import Program
 from specgraph.kernels import step
-from specgraph.kernels.processors import PROCESSORS
 from specgraph.passes.base import Pass, PassResult
 from specgraph.passes.insert_processors import parameters
+from specgraph.specialise.pause_step import processors_behind
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ProcessDrafts(Pass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules and the state stay as they are."""
-        processors = [*following(program.one("logits"))]
+        processors = [*processors_behind(program.one("logits"))]
         draws = [*calls(program.graph, step.propose_)]
         if not draws or not processors:
             why = "no drafts are drawn from logits" if processors else "there are no processors"
@@ -71,14 +71,6 @@ class ProcessDrafts(Pass):
             draw.prepend(writer)
 
 
-def following(logits: fx.Node) -> Iterator[fx.Node]:
-    """The processors that change ``logits``, one after the other."""
-    for user in logits.users:
-        if user.target in PROCESSORS and user.args[0] is logits:
-            yield user
-            yield from following(user)
-
-
 def _one_by_one(program: Program, draws: list[fx.Node]) -> list[fx.Node]:
     """The draws of single drafts ``[B, 1]``, in order. One draw of all drafts becomes K of them.
 
@@ -93,8 +85,7 @@ def _one_by_one(program: Program, draws: list[fx.Node]) -> list[fx.Node]:
     (every,) = draws
     with program.graph.inserting_before(every):
         singles = [_single(program, every, number) for number in range(count)]
-        joined = program.graph.call_function(torch.cat, (singles, 1))
-    joined.name = f"{every.name}_joined"
+        joined = program.call(torch.cat, singles, 1, name=f"{every.name}_joined")
     every.replace_all_uses_with(joined)
     program.graph.erase_node(every)
     return singles
@@ -103,8 +94,7 @@ def _one_by_one(program: Program, draws: list[fx.Node]) -> list[fx.Node]:
 def _single(program: Program, every: fx.Node, number: int) -> fx.Node:
     """A node that draws one of the drafts that ``every`` draws."""
     own = (slice(None), slice(number, number + 1))
-    logits = program.graph.call_function(operator.getitem, (arguments(every)["logits"], own))
-    logits.name = f"draft_logits_{number}"
+    logits = program.call(operator.getitem, arguments(every)["logits"], own, name=f"draft_logits_{number}")
     draw = program.graph.node_copy(every, lambda node: node)
     set_argument(draw, "logits", logits)
     draw.update_kwarg("row", number)
@@ -135,11 +125,11 @@ class _Context:
         given = arguments(advance)
         start, emitted, num_emitted = given["start"], given["emitted"], given["num_emitted"]
         with program.graph.inserting_before(first):
-            last = program.graph.call_function(step.last_accepted, (program.input("window"), emitted, num_emitted))
-            begin = program.graph.call_function(step.last_position, (start, num_emitted))
+            window, count = program.input("window"), program.drafter.num_speculative_tokens
+            last = program.call(step.last_accepted, window, emitted, num_emitted, name="last_accepted")
+            begin = program.call(step.last_position, start, num_emitted, name="last_position")
             # All tokens of the window of a draft are known: no number of them is less than that of the drafts.
-            known = program.graph.call_function(torch.full_like, (begin, program.drafter.num_speculative_tokens))
-        last.name, begin.name, known.name = "last_accepted", "last_position", "known_drafts"
+            known = program.call(torch.full_like, begin, count, name="known_drafts")
         return cls(program, processors, {"start": begin, "num_forced": known}, last)
 
     def process(self, draw: fx.Node, before: list[fx.Node]) -> None:
@@ -155,8 +145,8 @@ class _Context:
                 given = {"logits": changed, "window": window, **self.shared}
                 names = parameters(processor.target)
                 args = tuple(given.get(name, old) for name, old in zip(names, processor.args, strict=True))
-                changed = graph.call_function(processor.target, args)  # type: ignore[arg-type]
-                changed.name = f"{processor.name}_{draw.kwargs['row']}"
+                name = f"{processor.name}_{draw.kwargs['row']}"
+                changed = graph.create_node("call_function", processor.target, args, name=name)
             if mapped:
                 changed = graph.call_function(step.in_draft_vocabulary, (changed, *vocabulary))
         set_argument(draw, "logits", changed)

@@ -121,9 +121,7 @@ def _first(program: Program, before: fx.Node, drafts: Sequence[fx.Node], count: 
         every.args = (*_first(program, every, [found], count), *_first(program, every, own, count))  # type: ignore[list-item, arg-type]
         return [every]
     with program.graph.inserting_before(before):
-        first = program.graph.call_function(operator.getitem, (every, (slice(None), slice(0, count))))
-    first.name = f"{every.name}_first"
-    return [first]
+        return [program.call(operator.getitem, every, (slice(None), slice(0, count)), name=f"{every.name}_first")]
 
 
 def _forget(program: Program, count: int) -> None:

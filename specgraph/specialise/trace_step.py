@@ -54,16 +54,13 @@ class TraceStep(Pass):
             tokens, counts, num_rows, temperature = _traced_tokens(program, logits, advance)
             tracer = _Tracer(program, {**sampling, "temperature": temperature})
             target = tracer.score(logits, tokens, num_rows, "target_logprobs")
-            ranks = program.graph.call_function(RANK, (logits, tokens, num_rows))
+            ranks = program.call(RANK, logits, tokens, num_rows, name="target_ranks")
             draws = [*calls(program.graph, step.propose_)]
             groups = [*_together(draws)]
             drawn = [draw for group in groups for draw in group]
             drafts = arguments(advance)["drafts"]
-            traced = program.graph.call_function(
-                step.trace_columns, (target, ranks, counts, drawn, [*map(tracer.drawn, groups)], [*drafts]),
-                {"count": _count(program)},
-            )  # fmt: skip
-        ranks.name, traced.name = "target_ranks", "traced"
+            given = (target, ranks, counts, drawn, [*map(tracer.drawn, groups)], [*drafts])
+            traced = program.call(step.trace_columns, *given, count=_count(program), name="traced")
         (results,) = program.graph.output_node().args
         program.set_output(*results, traced)  # type: ignore[misc]
         note = f"the drafts that are verified, the token behind them, and {len(draws)} draws"
@@ -88,12 +85,8 @@ def _traced_tokens(program: Program, logits: fx.Node, advance: fx.Node) -> list[
     num_rows, num_forced, temperature = (gathered(program, name) for name in ("num_rows", "num_forced", "temperature"))
     moved, window = arguments(advance), program.input("window")
     given = (window, num_rows, num_forced, moved["emitted"], moved["num_emitted"], temperature, logits)
-    traced = program.graph.call_function(step.trace_tokens, given)
-    return [_item(program, traced, index, name) for index, name in enumerate(TRACED)]
-
-
-def _item(program: Program, node: fx.Node, index: int, name: str) -> fx.Node:
-    return program.graph.create_node("call_function", operator.getitem, (node, index), name=name)
+    traced = program.call(step.trace_tokens, *given)
+    return [program.call(operator.getitem, traced, index, name=name) for index, name in enumerate(TRACED)]
 
 
 @dataclass(frozen=True)
@@ -105,17 +98,15 @@ class _Tracer:
 
     def drawn(self, draws: Sequence[fx.Node]) -> fx.Node:
         """The log-probabilities ``[B, R]`` with which tokens were drawn by ``draws``, which share a vocabulary."""
-        graph, vocabulary = self.program.graph, draws[0].kwargs.get("draft_to_target")
+        call, vocabulary = self.program.call, draws[0].kwargs.get("draft_to_target")
         given = ([*draws], arguments(draws[0])["num_emitted"], *([] if vocabulary is None else [vocabulary]))
-        both = graph.call_function(step.drawn_ids, given)
-        ids, count = (_item(self.program, both, index, name) for index, name in enumerate(DRAWN))
+        both = call(step.drawn_ids, *given)
+        ids, count = (call(operator.getitem, both, index, name=name) for index, name in enumerate(DRAWN))
         logits = [arguments(draw)["logits"] for draw in draws]
-        every = logits[0]
-        if len(logits) > 1:
-            every = graph.create_node("call_function", torch.cat, (logits, 1), name="drawn_logits")
+        every = logits[0] if len(logits) == 1 else call(torch.cat, logits, 1, name="drawn_logits")
         return self.score(every, ids, count, "draft_logprobs")
 
     def score(self, logits: Any, tokens: fx.Node, count: fx.Node, name: str) -> fx.Node:
         """The log-probabilities of the ``tokens`` of the first ``count`` ``[B]`` rows of ``logits``."""
-        options: dict[str, Any] = {**self.sampling, "logprobs": "processed"}
-        return _item(self.program, self.program.graph.call_function(SCORE, (logits, tokens, count), options), 0, name)
+        scored = self.program.call(SCORE, logits, tokens, count, **self.sampling, logprobs="processed")
+        return self.program.call(operator.getitem, scored, 0, name=name)

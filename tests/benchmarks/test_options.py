@@ -67,10 +67,10 @@ def test_without_the_library_there_is_no_regex(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_regex_takes_every_token_and_never_ends() -> None:
     pytest.importorskip("llguidance")
-    from specgraph.runtime.requests.grammar import Grammars
+    from specgraph.runtime.requests.grammar import Grammars, read_structures
 
     asked = bench.endless_regex(70)
-    (matching,) = Grammars(70).read(asked, lambda: asked["tokenizer"], [(69,)], [0])
+    (matching,) = Grammars(70).read(read_structures(asked, 1), lambda: asked["tokenizer"], [(69,)], [0])
     assert matching is not None
     for seen in ([], [3, 60], [3, 60, 27, 5]):
         (mask,) = matching.masks(seen, [])

@@ -183,7 +183,7 @@ REFUSED = {
     "top_p=0": "top_p must be in (0, 1], got 0.0.",
     "min_p=2": "min_p must be in [0, 1], got 2.0.",
     "max_new_tokens=-1": "max_new_tokens must be an integer of at least 0, got -1.",
-    "eos_token_id=999": "eos_token_id 999 is not a token id; ids are 0 to 257.",
+    "eos_token_id=999": "eos_token_id has 999, which is not a token id; ids are 0 to 257.",
     "eos_token_id=end": "eos_token_id must be a token id or a list of them, not str.",
     "stop_strings=[a,'']": "stop_strings is a text or a list of texts that are not empty, not ['a', ''].",
     "max_new_tokens=99999": "max_new_tokens=99999 is more than the decoder's max_length of 128, which counts the ",

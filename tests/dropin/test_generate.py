@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sampling at 0": ({"do_sample": True, "temperature": 0}, "do_sample=True needs a temperature above 0"),
     "none of a prompt": ({"num_return_sequences": 0}, "num_return_sequences must be at least 1, got 0"),
     "equal sequences": ({"num_return_sequences": 2}, "num_return_sequences=2 would give equal sequences"),
-    "a pad id": ({"pad_token_id": VOCAB}, f"pad_token_id {VOCAB} is not a token id"),
+    "a pad id": ({"pad_token_id": VOCAB}, f"pad_token_id has {VOCAB}, which is not a token id"),
     "a short length": ({"max_length": 5}, "Prompt 0 has 17 tokens, and max_length=5 counts them"),
     "a length of text": ({"max_length": "long"}, "max_length must be a number or one number per sequence, not str"),
     "a negative time": ({"max_time": -1}, "max_time must be a number of seconds above 0, got -1"),

@@ -34,6 +34,7 @@ from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.merge_linears import MergeLinears, merge_storage
 from specgraph.passes.pipeline import run_passes
 from specgraph.runtime.execution.workspace import bucket
+from specgraph.runtime.memory.sizes import StateSizes, largest
 from tests.compiler.test_pipeline import body, first, last
 from tests.decoding import CONFIG, compiled
 from tests.models import make_head, make_model, ragged_prompts
@@ -480,11 +481,11 @@ def test_a_cpu_replays_no_graph() -> None:
 
 @pytest.mark.parametrize("batch", range(1, 21))
 def test_every_batch_size_has_a_bucket_and_the_largest_is_one(batch: int) -> None:
-    sizes = {"B": batch, "M": 5, "N": 5 * batch, "S": 77, "E": 1}
+    sizes = StateSizes(batch, 5, 5 * batch, 77)
     rounded = bucket(sizes, 20, 16)
-    assert all(rounded[name] >= sizes[name] for name in sizes)
-    assert rounded["B"] <= 20 and rounded["N"] <= sizes["N"] * 33 / 32 + 1
-    assert bucket({**sizes, "B": 20}, 20, 16)["B"] == 20
+    assert largest([sizes, rounded]) == rounded
+    assert rounded.rows <= 20 and rounded.num_pages <= sizes.num_pages * 33 / 32 + 1
+    assert bucket(StateSizes(20, 5, 5 * batch, 77), 20, 16).rows == 20
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -81,7 +81,7 @@ BAD_CALLS: dict[str, tuple[Callable[[SpeculativeDecoder], object], str]] = {
     "more new tokens": (lambda d: d.generate(ONE, max_new_tokens=65), "max_new_tokens=65 is more than the decoder's "
                         "max_length of 64, which counts the prompt, too; ask for fewer, or compile with a max_"),
     "longer": (lambda d: d.generate(ONE, max_length=100000), "max_length=100000 is more than the decoder's max_length"),
-    "eos": (lambda d: d.generate(ONE, eos_token_id=VOCAB), f"eos_token_id {VOCAB} is not a token id"),
+    "eos": (lambda d: d.generate(ONE, eos_token_id=VOCAB), f"eos_token_id has {VOCAB}, which is not a token id"),
     "logprobs": (lambda d: d.generate(ONE, return_logprobs="all"), "return_logprobs is False, True, 'raw'"),
     "eos type": (lambda d: d.generate(ONE, eos_token_id="a"), "eos_token_id must be a token id or a list of them"),
     "eos fraction": (lambda d: d.generate(ONE, eos_token_id=[2.5]), "eos_token_id must be an integer, got 2.5"),

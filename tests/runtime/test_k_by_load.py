@@ -11,6 +11,7 @@ from torch import Tensor
 from specgraph import SpeculativeDecoder
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.schedule.policy import Policy
+from specgraph.runtime.schedule.prompt_shapes import Overhead
 from specgraph.specialise.mode import Mode
 from tests import harness
 from tests.decoding import compiled
@@ -177,10 +178,10 @@ def test_statistics_count_what_each_step_verified() -> None:
 
 
 def test_the_number_of_sequences_chooses_k() -> None:
-    policy = Policy(8, fair=True, drafts={1: None, 8: 5, 32: 2, 64: 0})
+    policy = Policy(8, True, Overhead(1, 1), drafts={1: None, 8: 5, 32: 2, 64: 0})
     found = {count: policy.drafts_of(count) for count in (0, 1, 7, 8, 31, 32, 63, 64, 500)}
     assert found == {0: None, 1: None, 7: None, 8: 5, 31: 5, 32: 2, 63: 2, 64: 0, 500: 0}
-    assert Policy(8, fair=True).drafts_of(3) is None
+    assert Policy(8, True, Overhead(1, 1)).drafts_of(3) is None
 
 
 def test_a_table_is_nothing_to_a_decoder_without_drafts() -> None:

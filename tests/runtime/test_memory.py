@@ -17,6 +17,7 @@ from specgraph.ir.state import untouched_zeros
 from specgraph.runtime.memory import sizing as memory
 from specgraph.runtime.memory.host_memory import available_bytes
 from specgraph.runtime.memory.pages import num_pages
+from specgraph.runtime.memory.sizes import StateSizes
 from tests.decoding import CONFIG, compiled
 from tests.models import make_model
 
@@ -112,15 +113,15 @@ def test_a_session_has_pages_for_2048_tokens_of_each_sequence_and_for_one_of_the
     longest = num_pages(16384, 16)
     with decoder.session() as session:
         assert session.room.pages == longest
-    sizes, program = {"B": 4, "M": 1, "N": 4 * longest}, decoder._program
+    sizes, program = StateSizes(4, 1, 4 * longest, 1), decoder._program
     cache = decoder.config.cache
-    assert memory.modest(program, cache, sizes)["N"] == 4 * num_pages(2048, 16)
+    assert memory.modest(program, cache, sizes).num_pages == 4 * num_pages(2048, 16)
     page = memory.page_bytes(program)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 400 * page)
-    assert memory.modest(program, cache, sizes)["N"] == 100
-    assert memory.modest(program, cache, {**sizes, "M": longest})["N"] == longest
+    assert memory.modest(program, cache, sizes).num_pages == 100
+    assert memory.modest(program, cache, replace(sizes, pages_per_sequence=longest)).num_pages == longest
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
-    assert memory.modest(program, cache, sizes)["N"] == 4 * num_pages(2048, 16)
+    assert memory.modest(program, cache, sizes).num_pages == 4 * num_pages(2048, 16)
     assert memory.modest(program, replace(cache, memory_share=0.9), sizes) == sizes
     assert memory.modest(program, replace(cache, pool_tokens=1 << 20), sizes) == sizes
 

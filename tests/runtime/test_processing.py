@@ -12,8 +12,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from specgraph import InputError, SpeculativeDecoder
 from specgraph.kernels.processors.ngrams import MOST
 from specgraph.passes.insert_processors import OPTIONS as STATE_OF_THE_PASS
-from specgraph.runtime.requests.processing import MOST_NGRAM, OPTIONS, STATE, Processing
-from specgraph.runtime.requests.processing_options import Sequences, read_processing
+from specgraph.runtime.requests.logit_options import LogitOptions, Sequences
+from specgraph.runtime.requests.processing import Processing
+from specgraph.runtime.requests.processing_options import MOST_NGRAM, OPTIONS, STATE
 from tests.decoding import CONFIG, compiled
 from tests.models import VOCAB, ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
@@ -259,7 +260,8 @@ def test_every_option_has_a_value_that_asks_for_nothing(decoders: dict[str, Spec
     out = decoders["ngram"].generate(PROMPTS, max_new_tokens=3, **off)
     assert out.stats.host_steps == 0
     known = Sequences([3], [5], [(2,)], VOCAB)
-    assert read_processing(known, {"forced_eos_token_id": 7, "suppress_tokens": [3], **off}) == [Processing()]
+    options = LogitOptions.read(known, {"forced_eos_token_id": 7, "suppress_tokens": [3], **off})
+    assert options.processing() == [Processing()]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -20,6 +20,7 @@ from specgraph.ir.state import each_buffer
 from specgraph.kernels.recurrent.arguments import CHUNK
 from specgraph.runtime.memory import sizing as memory
 from specgraph.runtime.memory.pages import PagePool, Reservation
+from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.snapshots import Boundaries, SnapshotPool, Snapshots, snapshot_bytes
 from tests.decoding import CONFIG, compiled
 from tests.drafters.mtp_files import OPTIONS as MTP_OPTIONS
@@ -210,11 +211,13 @@ def test_rows_take_no_more_than_half_of_the_memory_that_is_left(monkeypatch: pyt
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * row)
     assert memory.most_rows(program, cache, 5) == 5
     assert memory.most_rows(program, cache, 6) == 4
-    sizes = memory.limited(program, cache, {"B": 6, "N": 1 << 30}, 6)
-    assert sizes == {"B": 4, "C": 0, "N": 6 * row // page}
-    sizes = memory.limited(program, replace(cache, reuse_prefixes=True), {"B": 6, "N": 1 << 30}, 6)
+    wanted = StateSizes(6, 1, 1 << 30, 1)
+    sizes = memory.limited(program, cache, wanted, 6)
+    assert sizes == replace(wanted, rows=4, num_pages=6 * row // page)
+    sizes = memory.limited(program, replace(cache, reuse_prefixes=True), wanted, 6)
     copies = int(row / snapshot_bytes(program))
-    assert sizes == {"B": 4, "C": copies, "N": (6 * row - copies * snapshot_bytes(program)) // page}
+    pages = (6 * row - copies * snapshot_bytes(program)) // page
+    assert sizes == replace(wanted, rows=4, snapshots=copies, num_pages=pages)
     with opened(decoder, memory_share=0.5) as session:  # room for 2 sequences beside each other, and others wait
         assert session.room.rows == 2
         assert all(len(own) for own in steps_of(session, seed=1))
@@ -246,10 +249,10 @@ def test_a_nan_in_what_nobody_uses_harms_nobody() -> None:
         expected = steps_of(session, seed=0)
     with opened(decoder) as session:
         runner = session._engine._runner
-        assert runner.snapshots is not None
+        assert runner.memory.snapshots is not None
         for seed in (1, 2):
             used = {*runner.pages.snapshots._known.values()}  # type: ignore[union-attr]
-            for pairs in runner.snapshots._pairs.values():
+            for pairs in runner.memory.snapshots._pairs.values():
                 for there, kept in pairs:
                     for tensor, rows in ((there, set()), (kept, used)):
                         for row in {*range(len(tensor))} - rows:

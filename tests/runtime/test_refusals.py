@@ -74,7 +74,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "nan top_p": ({"top_p": NAN}, r"top_p must be in \(0, 1\], got nan"),
     "negative min_p": ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0.1"),
     "generator": ({"seed": torch.Generator()}, f"seed {NUMBER} Generator"),
-    "negative EOS": ({"eos_token_id": -1}, "eos_token_id -1 is not a token id; ids are 0 to 100"),
+    "negative EOS": ({"eos_token_id": -1}, "eos_token_id has -1, which is not a token id; ids are 0 to 100"),
     "far EOS": ({"eos_token_id": 2**70}, "is not a token id"),
     "None EOS": ({"eos_token_id": [None]}, "eos_token_id must be an integer, got None"),
     "bool EOS": ({"eos_token_id": True}, "eos_token_id must be a token id or a list of them, not bool"),

@@ -38,9 +38,9 @@ def decoder_of(kind: str) -> SpeculativeDecoder:
 
 def prefilled(decoder: SpeculativeDecoder) -> tuple[torch.nn.Module, State]:
     """The step, and the state of four sequences whose prompts it has run."""
-    batch = decoder._reader.call(PROMPTS, None, {"max_new_tokens": 40, "temperature": 1.0, "seed": 3}).batch
+    call = decoder._reader.call(PROMPTS, None, {"max_new_tokens": 40, "temperature": 1.0, "seed": 3})
     program = decoder._program
-    step, (state, prefill) = program.step(), begun(program, batch.requests)
+    step, (state, prefill) = program.step(), begun(program, call.requests)
     while prefill.pending():
         rows, window = load_chunk(state, prefill.chunk(4))
         run(step, state, rows, window)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from specgraph.runtime.execution.graph_runner import GraphRunner
 from specgraph.runtime.execution.results import Mailbox
 from specgraph.runtime.execution.runner_pool import RunnerPool
 from specgraph.runtime.execution.workspace import PATIENCE, SHRINK_BYTES, Shape, Workspace, room
+from specgraph.runtime.memory.sizes import StateSizes, largest
 from specgraph.runtime.memory.slots import staged
 from specgraph.runtime.schedule.prefill import Chunk
 from tests.decoding import compiled
@@ -119,7 +121,7 @@ def test_a_larger_request_gets_a_new_state_with_room_for_both(decoder: Speculati
     decoder.generate(PROMPTS[:1], max_new_tokens=100)
     second = idle(decoder)
     assert second is not first and decode_graphs(second) == 1
-    assert all(second.sizes[name] >= size for name, size in first.sizes.items())
+    assert largest([first.sizes, second.sizes]) == second.sizes
     decoder.generate(PROMPTS, max_new_tokens=4)
     assert idle(decoder) is second
 
@@ -138,7 +140,7 @@ def test_streams_side_by_side_have_a_state_each(decoder: SpeculativeDecoder, pla
             if chunk is None:
                 del under_way[row]
     assert tokens == expected
-    assert idle(decoder).sizes["N"] == 12  # 47 tokens in pages of 4: of all, the largest is kept
+    assert idle(decoder).sizes.num_pages == 12  # 47 tokens in pages of 4: of all, the largest is kept
 
 
 def test_threads_share_a_decoder(decoder: SpeculativeDecoder, plain: SpeculativeDecoder) -> None:
@@ -292,20 +294,20 @@ def test_the_report_says_what_is_captured_and_the_memory_it_takes(
     assert "while running" not in plain.report()
 
 
-SMALL, LARGE = ({"B": 1, "M": m, "N": m, "S": 4 * m, "E": 1} for m in (8, 64))
+SMALL, LARGE = (StateSizes(1, m, m, 4 * m) for m in (8, 64))
 
 
 def test_a_state_grows_with_a_request_and_shrinks_after_many_small_ones() -> None:
     assert room(SMALL, SHRINK_BYTES, [LARGE]) == LARGE
-    wide = {**SMALL, "B": 8}
-    assert room(LARGE, SHRINK_BYTES, [wide]) == {**LARGE, "B": 8}
+    wide = replace(SMALL, rows=8)
+    assert room(LARGE, SHRINK_BYTES, [wide]) == replace(LARGE, rows=8)
     assert room(LARGE, SHRINK_BYTES, [SMALL] * (PATIENCE - 1)) == LARGE
     assert room(LARGE, SHRINK_BYTES, [wide] + [SMALL] * (PATIENCE - 1)) == wide
     assert room(LARGE, SHRINK_BYTES, [LARGE] + [SMALL] * (PATIENCE - 1)) == LARGE
     assert room(LARGE, SHRINK_BYTES - 1, [SMALL] * PATIENCE) == LARGE
-    quarter = {**SMALL, "N": LARGE["N"] // 4}
+    quarter = replace(SMALL, num_pages=LARGE.num_pages // 4)
     assert room(LARGE, SHRINK_BYTES, [quarter] * PATIENCE) == quarter
-    assert room(LARGE, SHRINK_BYTES, [{**quarter, "N": quarter["N"] + 1}] * PATIENCE) == LARGE
+    assert room(LARGE, SHRINK_BYTES, [replace(quarter, num_pages=quarter.num_pages + 1)] * PATIENCE) == LARGE
 
 
 def test_a_decoder_shrinks_a_large_state(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:

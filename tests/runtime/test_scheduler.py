@@ -18,7 +18,7 @@ from specgraph.runtime.schedule.scheduler import Plan, Scheduler
 from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
 
 SLOTS, WIDTH, PAGE = 8, 4, 4
-PATIENT = Policy(chunk=16, fair=False)
+PATIENT = Policy(chunk=16, fair=False, overhead=Overhead(16, 64))
 FAIR = dataclasses.replace(PATIENT, fair=True)
 
 
@@ -32,7 +32,7 @@ class World:
 
     def __init__(self, policy: Policy, pages: int = 100, **options: Any) -> None:
         self.pages = PagePool(pages, PAGE, 0, reuse=True, weights=[])
-        self.scheduler = Scheduler(policy, Overhead(16, 64), self.pages, SLOTS, WIDTH, **options)
+        self.scheduler = Scheduler(policy, self.pages, SLOTS, WIDTH, **options)
         self.prefill = Prefill(WIDTH, SLOTS, 64)
         self.queue: list[ActiveSequence] = []
         self.running: list[ActiveSequence] = []
@@ -44,7 +44,7 @@ class World:
     def step(self) -> Plan:
         """Plan, and carry it out."""
         plan = self.plan()
-        del self.queue[: len(plan.entering) + len(plan.empty)], self.free[: len(plan.entering)]
+        del self.queue[: len(plan.entering)], self.free[: len(plan.entering)]
         for sequence, slot, reserved in plan.entering:
             sequence.phase, sequence.slot, sequence.reserved = Phase.PREFILL, slot, reserved
             begin = self.pages.num_shared_tokens(reserved)
@@ -93,15 +93,6 @@ def test_a_sequence_without_pages_holds_up_those_behind_it() -> None:
     world.queue = [waiting(0), waiting(1), waiting(2, limit=6)]
     assert numbers(entry.sequence for entry in world.step().entering) == [0]
     assert not world.plan().entering, "the third would find pages, but the second came before it"
-
-
-def test_a_sequence_of_which_no_token_may_come_ends_before_anything_is_run() -> None:
-    world = World(PATIENT)
-    world.queue = [waiting(0, length=5, limit=5), waiting(1)]
-    plan = world.step()
-    assert numbers(plan.empty) == [0] and not plan.sequences
-    assert numbers(entry.sequence for entry in plan.entering) == [1]
-    assert numbers(world.plan().prompts) == [1]
 
 
 def test_planning_changes_no_sequence() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import specgraph
 from specgraph import InputError, SpeculativeDecoder
 from specgraph.runtime.requests.delayed_structure import TextBoundary
-from specgraph.runtime.requests.grammar import MOST_BOUNDARIES, Grammars
+from specgraph.runtime.requests.grammar import MOST_BOUNDARIES, Grammars, StructureOptions
 from tests.decoding import CONFIG, compiled
 
 FOLDER = Path(__file__).parents[2] / "examples/models/tiny-math"
@@ -189,7 +189,7 @@ def test_texts_are_kept_up_to_a_number_and_share_the_bytes_of_tokens() -> None:
     grammars = Grammars(len(TOKENIZER))
 
     def boundary(text: str) -> TextBoundary:
-        (matching,) = grammars.read({"regex": "a", "structure_after": text}, lambda: TOKENIZER, [(EOS,)], [0])
+        (matching,) = grammars.read([StructureOptions("regex", "a", text)], lambda: TOKENIZER, [(EOS,)], [0])
         found: Any = matching
         return found._following._boundary
 

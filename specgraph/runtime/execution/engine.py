@@ -16,16 +16,15 @@ from collections.abc import Callable, Container, Sequence
 
 from specgraph.errors import BusyError, InputError
 from specgraph.kernels.step.tokens import NAN_FOUND
-from specgraph.runtime.execution.pause import HostTime, Pause, Paused
+from specgraph.runtime.execution.pause import Pause, Paused
+from specgraph.runtime.execution.results import DraftTraceView
 from specgraph.runtime.execution.runner import Runner
-from specgraph.runtime.execution.steps import DraftTraceView, InFlightStep, Output, Step, not_a_number
+from specgraph.runtime.execution.steps import InFlightStep, Output, Step, not_a_number
 from specgraph.runtime.memory.pages import known_tokens, num_pages
-from specgraph.runtime.memory.sizing import Footprint
 from specgraph.runtime.memory.slots import Admission, stop
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prefill import Prefill
-from specgraph.runtime.schedule.prompt_shapes import Overhead
 from specgraph.runtime.schedule.scheduler import Entry, Plan, Scheduler
 from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
 from specgraph.specialise.end_chains import StepModule
@@ -39,27 +38,27 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, make_step: Callable[[Mode], StepModule], policy: Policy, overhead: Overhead,
-        logprobs: str = "none", always_draws: bool = False, host_time: HostTime | None = None, *, traced: bool = False,
+        self, runner: Runner, make_step: Callable[[Mode], StepModule], policy: Policy, mode: Mode, *,
+        always_draws: bool = False,
     ) -> None:  # fmt: skip
-        """``make_step`` gives the variant of the step for a mode, and ``overhead`` what these steps cost.
+        """``make_step`` gives the variant of the step for a mode. ``mode`` is what all sequences get of their steps:
+        the kind of log-probabilities, and whether these say what happens to drafts.
 
-        All sequences get the same kind of ``logprobs``, and if ``traced`` what steps say of their drafts.
         ``always_draws``: the rule draws noise at temperature 0, too.
         """
         self._runner, self._make_step, self._policy = runner, make_step, policy
-        self._logprobs, self._always_draws, self._traced = logprobs, always_draws, traced
-        self.pages = runner.pages
-        self._host_time = host_time or HostTime()
-        self._free_slots = list(range(runner.sizes["B"]))
+        self._asked, self._always_draws = mode, always_draws
+        self.memory, self.pages = runner.memory, runner.pages
+        num_slots = self.memory.sizes.rows
+        self._free_slots = list(range(num_slots))
         self._waiting: deque[ActiveSequence] = deque()
         self._cancelled: deque[int] = deque()
         self._ended: list[Output] = []
         self._running: dict[int, ActiveSequence] = {}
         """By slot, in the order in which they entered."""
-        self._prefill = Prefill(runner.width, runner.sizes["B"], overhead.prompt, within=self.pages.within)
+        self._prefill = Prefill(runner.width, num_slots, policy.overhead.prompt, within=self.pages.within)
         choose_drafts = None if policy.worth is None else self._worthwhile_drafts
-        self._scheduler = Scheduler(policy, overhead, self.pages, runner.sizes["B"], runner.width, choose_drafts)
+        self._scheduler = Scheduler(policy, self.pages, num_slots, runner.width, choose_drafts)
         self._under_way: deque[InFlightStep] = deque()
         self._unused: tuple[str, ...] = ()
         self._mode: Mode | None = None
@@ -83,7 +82,10 @@ class Engine:
                     f"{len(self._waiting)} sequences wait already, and this session lets {max_waiting} wait for a row; "
                     "try again later, or open it with a larger max_waiting."
                 )
-            self._waiting.append(ActiveSequence(number, request))
+            if request.has_room:
+                self._waiting.append(ActiveSequence(number, request))
+            else:
+                self._ended.append(Output(number, finish_reason=request.limit_reason))
 
     def cancel(self, number: int) -> None:
         """End a sequence before its time; nothing happens if it has ended, or never was."""
@@ -95,16 +97,6 @@ class Engine:
         """Whether :meth:`step` has nothing to do."""
         with self._lock:
             return not (self._waiting or self._cancelled or self._ended or self._running)
-
-    @property
-    def num_rows(self) -> int:
-        """The most sequences that are decoded together."""
-        return self._runner.sizes["B"]
-
-    @property
-    def footprint(self) -> Footprint:
-        """The memory of its state."""
-        return self._runner.footprint
 
     @property
     def num_free_rows(self) -> int:
@@ -131,14 +123,9 @@ class Engine:
         if not self._under_way and not self._running:
             self._begin = time.perf_counter()
         while True:
-            self._cancel()
-            if self._ended:
-                ended, self._ended = self._ended, []
+            if ended := self._take_ended():
                 return Step(ended, 0, 0.0, ran=False)
             plan = self._plan()
-            if plan.empty:
-                ended = [Output(s.number, finish_reason=s.request.limit_reason) for s in plan.empty]
-                return Step(ended, 0, 0.0, ran=False)
             if not self._running:
                 # What is enqueued behind the last step has no active sequence, so it is not read.
                 self._under_way.clear()
@@ -156,11 +143,12 @@ class Engine:
         return 0 if any(s.request.host for s in self._running.values()) else self._runner.lag
 
     def _check(self, request: Request) -> None:
-        sizes, needed = self._runner.sizes, num_pages(request.limit, self.pages.block_size)
-        if needed > min(sizes["N"], sizes["M"]):
+        sizes, needed = self.memory.sizes, num_pages(request.limit, self.pages.block_size)
+        most = min(sizes.num_pages, sizes.pages_per_sequence)
+        if needed > most:
             raise InputError(
                 f"A sequence of {request.limit} tokens needs {needed} pages of the KV cache, and there are "
-                f"{min(sizes['N'], sizes['M'])}; ask for fewer tokens, or for a larger pool (cache.pool_tokens)."
+                f"{most}; ask for fewer tokens, or for a larger pool (cache.pool_tokens)."
             )
         missing = sorted(request.processing.used() - {*self._runner.state})
         if missing:
@@ -168,21 +156,21 @@ class Engine:
                 f"A sequence asks for {', '.join(missing)}, which this step has no nodes for; compile with "
                 "insert_processors in pipeline.order."
             )
-        if (tokens := request.processing.num_bias_tokens) > sizes["W"]:
+        if (tokens := request.processing.num_bias_tokens) > sizes.bias_tokens:
             raise InputError(
-                f"A sequence has biases for words of {tokens} tokens, and there is room for {sizes['W']}; give fewer, "
-                "or use generate, which makes room."
+                f"A sequence has biases for words of {tokens} tokens, and there is room for {sizes.bias_tokens}; give "
+                "fewer, or use generate, which makes room."
             )
-        if len(request.eos_ids) > sizes["E"]:
+        if len(request.eos_ids) > sizes.eos_ids:
             raise InputError(
-                f"A sequence has {len(request.eos_ids)} EOS ids, and there is room for {sizes['E']}; give fewer."
+                f"A sequence has {len(request.eos_ids)} EOS ids, and there is room for {sizes.eos_ids}; give fewer."
             )
 
     def _plan(self) -> Plan:
         """What happens next, with the sequences that enter in their slots."""
         with self._lock:
             plan = self._scheduler.plan(self._waiting, self._running.values(), self._free_slots)
-            for _ in range(len(plan.entering) + len(plan.empty)):
+            for _ in plan.entering:
                 self._waiting.popleft()
         if plan.entering:
             self._enter(plan.entering)
@@ -201,7 +189,7 @@ class Engine:
             self._reused_tokens += begin
         del self._free_slots[: len(entering)]
         with self._runner.active():
-            self._runner.admit(admissions)
+            self.memory.admit(admissions)
 
     def _choose_options(self, requests: list[Request], *, fresh: bool) -> None:
         """Let steps have what these requests and, unless they are the first, those beside them make use of."""
@@ -212,9 +200,9 @@ class Engine:
         """Run the variant of the step for these options and so many drafts; it pauses for sequences with processors."""
         paused = any(sequence.request.host for sequence in waiting)
         ahead = self._policy.worth is not None
-        if ahead and (packed or self._traced):
+        if ahead and (packed or self._asked.traced):
             drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
-        mode = Mode(self._logprobs, self._unused, drafts, paused, packed, self._traced, ahead)
+        mode = self._asked._replace(unused=self._unused, drafts=drafts, paused=paused, packed=packed, ahead=ahead)
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
@@ -237,7 +225,7 @@ class Engine:
         self._choose_mode(plan.drafts, decoding)
         pause, begin = self._pause(decoding), time.perf_counter()
         results = self._runner.decode([s.slot for s in decoding], pause)
-        if worth is not None and not self._traced:
+        if worth is not None and not self._asked.traced:
             seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
             worth.learn(self._kind(), len(decoding) * results.width, seconds)
         verified = results.width - 1 if plan.drafts is None else plan.drafts
@@ -253,7 +241,7 @@ class Engine:
 
     def _kind(self) -> tuple[object, ...]:
         """What distinguishes steps whose rows cost more from others."""
-        return self._logprobs, self._unused
+        return self._asked.logprobs, self._unused
 
     def _pause(
         self, sequences: Sequence[ActiveSequence], forced: Sequence[int] = (), going_on: Container[ActiveSequence] = ()
@@ -266,9 +254,7 @@ class Engine:
         decoding = [s.slot for entry, s in own if entry >= count]
         drafts = iter(self._runner.drafts(decoding) if decoding else [])
         parts = [(n, s, [] if n < count else next(drafts), forced[n] if n < count else 0) for n, s in own]
-        return Pause(
-            [Paused(n, s.request, s.new_tokens, known, given) for n, s, known, given in parts], self._host_time
-        )
+        return Pause([Paused(n, s.request, s.new_tokens, known, given) for n, s, known, given in parts])
 
     def _enqueue_prompts(self, plan: Plan) -> InFlightStep:
         width = self._prefill.width if plan.drafts is None else plan.drafts + 1
@@ -280,7 +266,7 @@ class Engine:
         pause = self._pause(sequences, chunk.forced, going_on)
         results = self._runner.wide(chunk, pause)
         reached = [(self._running[slot], boundary) for slot, boundary in chunk.reached]
-        self._runner.keep_states((s.reserved, s.request.prompt, s.slot, boundary) for s, boundary in reached)
+        self.memory.keep_states((s.reserved, s.request.prompt, s.slot, boundary) for s, boundary in reached)
         # Whoever shares these pages runs behind this step.
         for sequence in plan.prompts:
             if sequence not in going_on:
@@ -289,17 +275,18 @@ class Engine:
                 self.pages.offer(sequence.reserved, sequence.request.prompt)
         return InFlightStep(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause, width - 1)
 
-    def _cancel(self) -> None:
-        """End what is to be cancelled, whether it waits or runs."""
+    def _take_ended(self) -> list[Output]:
+        """The ends of sequences without a step: of those that have no room for a token, and of those that are to be
+        cancelled, whether they wait or run."""
         with self._lock:
-            numbers = {*self._cancelled}
+            numbers, ended, self._ended = {*self._cancelled}, self._ended, []
             self._cancelled.clear()
             if not numbers:
-                return
+                return ended
             found = [s for s in (*self._waiting, *self._running.values()) if s.number in numbers]
             self._waiting = deque(s for s in self._waiting if s.number not in numbers)
-        self._ended += [Output(s.number, finish_reason="cancelled") for s in found]
         self._halt([s for s in found if s.phase is not Phase.WAITING])
+        return ended + [Output(s.number, finish_reason="cancelled") for s in found]
 
     def _halt(self, sequences: list[ActiveSequence]) -> None:
         """Stop sequences that could go on, on the device, too."""
@@ -323,8 +310,8 @@ class Engine:
     def _read(self, under_way: InFlightStep) -> Step:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
         count, num_prompts = len(under_way.sequences), len(under_way.forced)
-        read = under_way.results.read(count, logprobs=self._logprobs != "none")
-        told = under_way.results.trace(count) if self._traced else None
+        read = under_way.results.read(count, logprobs=self._asked.logprobs != "none")
+        told = under_way.results.trace(count) if self._asked.traced else None
         pause, going_on = under_way.pause, under_way.going_on
         outputs, broken, failed = [], [], list[ActiveSequence]()
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from specgraph.config import Config
@@ -17,6 +18,7 @@ from specgraph.runtime.execution.plain_mode import plain_mode
 from specgraph.runtime.execution.runner_pool import RunnerPool
 from specgraph.runtime.execution.steps import Step
 from specgraph.runtime.memory.pages import num_pages
+from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.sizing import modest
 from specgraph.runtime.schedule.num_drafts import Longest, Worth, choices
 from specgraph.runtime.schedule.policy import Policy
@@ -40,8 +42,7 @@ class EngineFactory:
         config: the decoder's.
         runners: where states come from.
         make_step: gives the variant of the step for a mode.
-        overhead: what steps cost besides their rows.
-        host_time: where pauses of steps are noted.
+        host_time: what pauses of steps have cost.
         costs: what decode steps have cost.
         chosen: how many steps had which K, where it is chosen by what it is worth.
     """
@@ -50,29 +51,25 @@ class EngineFactory:
     config: Config
     runners: RunnerPool
     make_step: Callable[[Mode], StepModule]
-    overhead: Overhead
-    host_time: HostTime
+    host_time: HostTime = field(default_factory=HostTime)
     costs: StepCosts = field(default_factory=StepCosts)
     chosen: Counter[int] = field(default_factory=Counter)
 
     @contextlib.contextmanager
-    def engine(self, sizes: Mapping[str, int], logprobs: str, *, fair: bool, traced: bool = False) -> Iterator[Engine]:
-        """An engine with a state of its own, which is free for others afterwards."""
-        with self._plain_mode():
-            runner = self.runners.take(sizes)
+    def engine(self, sizes: StateSizes, mode: Mode, *, fair: bool) -> Iterator[Engine]:
+        """An engine with a state of its own, which is free for others afterwards. See :class:`Engine` for ``mode``."""
         always_draws = self.config.verify.rule not in LOSSLESS_RULES
         # On a CPU, prompts run through modules as they are, and decode steps through compiled ones.
         joint = not (self.program.compiled and self.program.target.device.type == "cpu")
-        policy = Policy(self.config.cache.prefill_chunk, fair, joint, self._drafts_by_load(), self._worth())
-        engine = Engine(
-            runner, self.make_step, policy, self.overhead, logprobs, always_draws, self.host_time, traced=traced
-        )
-        try:
-            yield engine
-        finally:
-            with self._plain_mode():
-                engine.close()
-            self.runners.give_back(runner)
+        chunk = self.config.cache.prefill_chunk
+        policy = Policy(chunk, fair, self.overhead, joint, self._drafts_by_load(), self._worth())
+        with self.runners.lend(sizes) as runner:
+            engine = Engine(runner, self.make_step, policy, mode, always_draws=always_draws)
+            try:
+                yield engine
+            finally:
+                with self.plain_mode():
+                    engine.close()
 
     def steps(self, engine: Engine) -> Iterator[Step]:
         """The steps of an engine, with the caller's modes in between."""
@@ -81,10 +78,19 @@ class EngineFactory:
 
     def step(self, engine: Engine) -> Step | None:
         """One step of an engine; None if there is nothing left to do."""
-        with self._plain_mode():
-            return engine.step()
+        with self.plain_mode():
+            step = engine.step()
+        if step is not None and step.host_seconds is not None:
+            self.host_time.add(step.host_seconds)
+        return step
 
-    def session_sizes(self, longest: int, num_eos_ids: int) -> dict[str, int]:
+    @functools.cached_property
+    def overhead(self) -> Overhead:
+        """What steps cost besides their rows."""
+        num_parameters = sum(tensor.numel() for tensor in self.program.tensors())
+        return Overhead.of(num_parameters, self.program.target.device.type)
+
+    def session_sizes(self, longest: int, num_eos_ids: int) -> StateSizes:
         """Room for sequences of the ``longest`` length in every row, before memory is looked at; less on a CPU
         (:func:`~specgraph.runtime.memory.sizing.modest`).
 
@@ -92,7 +98,7 @@ class EngineFactory:
         """
         rows, pages = self.config.max_batch_size, num_pages(longest, self.runners.block_size)
         ids = max(SESSION_EOS_IDS, num_eos_ids)
-        sizes = {"B": rows, "M": pages, "N": rows * pages, "S": longest, "E": ids, "W": SESSION_BIAS_TOKENS}
+        sizes = StateSizes(rows, pages, rows * pages, longest, ids, SESSION_BIAS_TOKENS)
         return modest(self.program, self.runners.cache, sizes)
 
     def _drafts_by_load(self) -> dict[int, int | None]:
@@ -109,7 +115,10 @@ class EngineFactory:
         return able and chosen and not program.captured
 
     def describe(self) -> list[str]:
-        """A line for the report, if K is chosen by what it is worth."""
+        """Lines for the report: how K is chosen if it is by what it is worth, and what pauses have cost."""
+        return [*self._described_choices(), *self.host_time.describe()]
+
+    def _described_choices(self) -> list[str]:
         if not self.adapts:
             return []
         drafter, reason = self.program.drafter, "by what its drafts are worth"
@@ -129,5 +138,6 @@ class EngineFactory:
             return Longest(self.chosen)
         return Worth(drafter.num_speculative_tokens, self.costs, self.chosen)
 
-    def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
+    def plain_mode(self) -> contextlib.AbstractContextManager[None]:
+        """What decoding enters, whatever its caller has entered."""
         return plain_mode(self.program.target.device)

@@ -31,16 +31,13 @@ class GraphRunner(Runner):
     lag = 1
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(
-            space.state, space.sizes, space.pages, space.admit, space.footprint, space.counters,
-            snapshots=space.snapshots,
-        )  # fmt: skip
+        super().__init__(space)
         self.space = space
         self._running: dict[tuple[Mode, int], list[int]] = {}
 
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """Replay a graph of the next larger shape."""
-        count = entries(len(chunk.rows), self.space.sizes["B"])
+        count = entries(len(chunk.rows), self.space.sizes.rows)
         width = captured_width(chunk.block.shape[1] - 3, count)
         rows = padded_rows(chunk.num_rows, joint=len(chunk.rows) > len(chunk.forced))
         shape = Shape(self._mode, count, width, rows)
@@ -51,7 +48,7 @@ class GraphRunner(Runner):
 
     def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
         """Replay; the results are overwritten by the next replay, so they are sent before it."""
-        count = entries(len(rows), self.space.sizes["B"])
+        count = entries(len(rows), self.space.sizes.rows)
         shape = Shape(self._mode, count)
         first, second = self._graphs(shape, GraphRunner._lay_out, pause)
         if self._running.get((self._mode, count)) != rows:

@@ -21,9 +21,7 @@ from torch import Tensor
 from specgraph.errors import SpecgraphError
 from specgraph.runtime.requests.host_processors import Rows
 from specgraph.runtime.requests.request import Request
-
-WORD = 32
-"""Tokens per word of a mask."""
+from specgraph.runtime.requests.structure import WORD
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,11 @@ class HostTime:
     steps: int = 0
     seconds: float = 0.0
 
+    def add(self, seconds: float) -> None:
+        """A step has waited for so long."""
+        self.steps += 1
+        self.seconds += seconds
+
     def describe(self) -> list[str]:
         """A line for the report, if there was any."""
         if not self.steps:
@@ -74,14 +77,12 @@ class Pause:
 
     Attributes:
         sequences: those that have processors.
-        time: where its cost is noted.
         seconds: how long the host was at work.
         errors: what a processor has refused, by the entry of the sequence and the row. It is about that sequence alone,
             and only if a token comes out of that row, so the step goes on.
     """
 
     sequences: Sequence[Paused]
-    time: HostTime
     seconds: float = 0.0
     errors: dict[int, dict[int, SpecgraphError]] = field(default_factory=dict)
     _masks: list[tuple[Paused, np.ndarray[Any, Any]]] = field(default_factory=list)
@@ -116,8 +117,6 @@ class Pause:
             for row, error in refused.items():
                 self.errors.setdefault(entry, {}).setdefault(row, error)
         self.seconds = time.perf_counter() - self._begin
-        self.time.steps += 1
-        self.time.seconds += self.seconds
 
     @contextlib.contextmanager
     def _noting_errors(self, sequence: Paused) -> Iterator[None]:

@@ -36,24 +36,26 @@ class TracedRow(NamedTuple):
     last_rank: int
 
 
-class TracedRows(NamedTuple):
-    """What a step says of the drafts of its sequences, as packed numbers.
+class DraftTraceView(NamedTuple):
+    """What a step says of the drafts of one sequence, as packed numbers.
 
     To make Python's numbers of them takes the host time, for which the next steps would have to wait.
 
     Attributes:
-        columns: int32 ``[B, C]``; see :func:`~specgraph.kernels.step.trace_columns`.
-        drafts: how many drafts of a sequence the step verified and made at most.
+        columns: int32 ``[B, C]``, those of all sequences; see :func:`~specgraph.kernels.step.trace_columns`.
+        place: that of the sequence in the step.
+        made: how many of its new drafts the sequence verifies at most.
     """
 
     columns: Tensor
-    drafts: int
+    place: int
+    made: int
 
-    def row(self, place: int, *, made: int) -> TracedRow:
-        """What it says of one sequence, which verifies ``made`` of its new drafts at most."""
-        own, count = self.columns[place], self.drafts
+    def read(self) -> TracedRow:
+        """What it says."""
+        own, count = self.columns[self.place], self.columns.shape[1] // 4
         numbers, floats = own.tolist(), own.view(torch.float32).tolist()
-        drafts, drawn, last = numbers[count : 2 * count][:made], floats[2 * count : 3 * count], floats[3 * count]
+        drafts, drawn, last = numbers[count : 2 * count][: self.made], floats[2 * count : 3 * count], floats[3 * count]
         return TracedRow(floats[:count], drafts, drawn, last, numbers[3 * count + 1 : -1], numbers[-1])
 
 
@@ -76,9 +78,9 @@ class Results:
         columns = self.host.shape[1] - (num_traced(self.width) if self.traced else 0)
         return unpack_results(self.host[:count, :columns], self.width, logprobs=logprobs)
 
-    def trace(self, count: int) -> TracedRows:
+    def trace(self, count: int) -> Tensor:
         """What :func:`~specgraph.kernels.step.trace_columns` says of the first ``count`` sequences, after reading."""
-        return TracedRows(self.host[:count, self.host.shape[1] - num_traced(self.width) :].clone(), self.width - 1)
+        return self.host[:count, self.host.shape[1] - num_traced(self.width) :].clone()
 
 
 class Mailbox:

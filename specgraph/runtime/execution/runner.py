@@ -11,24 +11,21 @@ one before: results travel to pinned memory, and an event tells when they are th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from specgraph.ir.state import State
-from specgraph.kernels.launch import counts_arrivals_in, new_counters, own_counters
+from specgraph.kernels.launch import counts_arrivals_in, own_counters
 from specgraph.kernels.state import CONFIDENCE, ROWS
 from specgraph.kernels.step import gather_state
 from specgraph.kernels.step.results import pack_results
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
-from specgraph.runtime.memory.pages import PagePool, Reservation
-from specgraph.runtime.memory.sizing import Footprint
-from specgraph.runtime.memory.slots import Admission, uploaded
-from specgraph.runtime.memory.snapshots import Snapshots
+from specgraph.runtime.memory.slots import uploaded
+from specgraph.runtime.memory.state_memory import StateMemory
 from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
@@ -40,71 +37,36 @@ class Runner:
     """Runs the step call by call, and reads every result before the next one.
 
     Attributes:
-        state: the tensors that the step reads and writes, of all sequences.
-        sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
+        memory: of all sequences.
+        state: the tensors that the step reads and writes.
         pages: those of its KV cache.
-        snapshots: copies of recurrent state; None if the target has none, or nothing is shared.
         lag: how many steps are enqueued before the first is read.
     """
 
     lag = 0
 
-    def __init__(
-        self, state: State, sizes: Mapping[str, int], pages: PagePool, admit: Callable[[Sequence[Admission]], None],
-        footprint: Footprint, counters: Tensor | None = None, least: int = 1, snapshots: Snapshots | None = None,
-    ) -> None:  # fmt: skip
-        """``admit`` begins sequences in ``state``, as :meth:`SlotInitializer.admit` does. ``least`` is the smallest
-        number of sequences in a call; inactive ones make up for what is missing. ``snapshots`` and ``footprint`` are
-        those of ``state``."""
+    def __init__(self, memory: StateMemory, least: int = 1) -> None:
+        """``least`` is the smallest number of sequences in a call; inactive ones make up for what is missing."""
         self._step: StepModule | None = None
         self._mode = Mode()
         self._least = least
-        self.state = state
-        self.sizes = sizes
-        self.pages = pages
-        self.snapshots = snapshots
-        self.footprint = footprint
-        self._begin = admit
-        start: Tensor = state["start"]
-        cuda = start.device.type == "cuda"
-        self._stream = torch.cuda.current_stream(start.device) if cuda else None
-        self._counters = new_counters(start.device) if cuda and counters is None else counters
+        self.memory, self.state, self.pages = memory, memory.state, memory.pages
+        device = self.state["start"].device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """To be entered for whatever touches the state: it stays on the stream where the session began.
 
         Where it is entered already, nothing is done, since to find that out from PyTorch takes as long as a small step.
         """
-        inside = self._counters is None or counts_arrivals_in(self._counters)
+        counters = self.memory.counters
+        inside = counters is None or counts_arrivals_in(counters)
         return contextlib.nullcontext() if inside else self._entered()
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        with own_counters(self._counters), torch.cuda.stream(self._stream):
+        with own_counters(self.memory.counters), torch.cuda.stream(self._stream):
             yield
-
-    def admit(self, entering: Sequence[Admission]) -> None:
-        """Begin sequences, each in its row, with the state that it shares."""
-        self._begin(entering)
-        if self.snapshots is not None:
-            self.snapshots.load([(new.snapshot, new.row) for new in entering if new.snapshot is not None])
-
-    def keep_states(
-        self, reached: Iterable[tuple[Reservation, Tensor, int, int]], *, target_only: bool = False
-    ) -> None:
-        """Take snapshots behind the last step that was enqueued.
-
-        For each: what a sequence has reserved, its prompt, its row, and the boundary at which that step left its state.
-        """
-        if self.snapshots is None:
-            return
-        # Where a snapshot made room for another one in the same step, only the last is written.
-        taken = {
-            snapshot: row
-            for reserved, prompt, row, boundary in reached
-            if (snapshot := self.pages.take_snapshot(reserved, prompt, boundary, target_only=target_only)) is not None
-        }
-        self.snapshots.save(taken)
 
     def use(self, mode: Mode, step: StepModule) -> None:
         """Run ``step`` from now on, the variant of ``mode``."""

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,16 +15,17 @@ from torch import Tensor
 
 from specgraph.config import CacheConfig
 from specgraph.ir.program import Program
-from specgraph.ir.state import allocate
 from specgraph.passes.insert_recurrent_state import has_recurrent_state
 from specgraph.runtime.execution.cuda_graphs import GraphPool, Pool
 from specgraph.runtime.execution.graph_runner import GraphRunner
+from specgraph.runtime.execution.plain_mode import plain_mode
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.execution.workspace import PATIENCE, Workspace, bucket, room
 from specgraph.runtime.memory.pages import PagePool
-from specgraph.runtime.memory.sizing import Footprint, limited, page_size
-from specgraph.runtime.memory.slots import SlotInitializer
-from specgraph.runtime.memory.snapshots import SnapshotPool, boundaries, snapshot_bytes, snapshots_of
+from specgraph.runtime.memory.sizes import StateSizes
+from specgraph.runtime.memory.sizing import limited, page_size
+from specgraph.runtime.memory.snapshots import SnapshotPool, boundaries, snapshot_bytes
+from specgraph.runtime.memory.state_memory import StateMemory
 
 
 @dataclass
@@ -40,7 +41,7 @@ class RunnerPool:
     cache: CacheConfig = field(default_factory=CacheConfig)
     make_pool: Callable[[torch.device], Pool] = GraphPool
     idle: Workspace | None = None
-    _recent: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=PATIENCE))
+    _recent: deque[StateSizes] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @functools.cached_property
@@ -52,7 +53,7 @@ class RunnerPool:
     def _weights(self) -> list[Tensor]:
         return list(self.program.tensors())
 
-    def take(self, sizes: Mapping[str, int]) -> Runner:
+    def take(self, sizes: StateSizes) -> Runner:
         """A runner over a state in which no sequence is active, and which has room for ``sizes``.
 
         There may be fewer pages and rows, as many as there is memory for.
@@ -61,37 +62,36 @@ class RunnerPool:
             InputError: there is no memory for a single page.
         """
         kept = self.idle
-        if kept is None or any(kept.sizes[name] < sizes[name] for name in ("B", "N")):
+        if kept is None or kept.sizes.rows < sizes.rows or kept.sizes.num_pages < sizes.num_pages:
             kept_bytes = 0 if kept is None else kept.num_bytes
             sizes = limited(self.program, self._cache, sizes, self.max_batch_size, kept_bytes)
         else:
-            sizes = {**sizes, "C": kept.sizes["C"]}
+            sizes = dataclasses.replace(sizes, snapshots=kept.sizes.snapshots)
         if not self.program.captured:
             # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
-            least = 2 if self.program.compiled and sizes["B"] > 1 else 1
-            state = allocate(self.program, sizes, self.program.target.device)
-            pages, admit = self._pages(sizes), SlotInitializer(self.program, state).admit
-            snapshots = snapshots_of(self.program, state, pages.snapshots)
-            footprint = Footprint.of(self.program, state, pages)
-            return Runner(state, sizes, pages, admit, footprint, least=least, snapshots=snapshots)
+            least = 2 if self.program.compiled and sizes.rows > 1 else 1
+            return Runner(StateMemory(self.program, sizes, self._pages(sizes)), least)
         wanted = bucket(sizes, self.max_batch_size, self.block_size)
         return GraphRunner(self._workspace(wanted))
 
     @contextlib.contextmanager
-    def lend(self, sizes: Mapping[str, int]) -> Iterator[Runner]:
+    def lend(self, sizes: StateSizes) -> Iterator[Runner]:
         """A runner as :meth:`take` gives it, until the end of the block."""
-        runner = self.take(sizes)
+        device = self.program.target.device
+        with plain_mode(device):
+            runner = self.take(sizes)
         try:
             yield runner
         finally:
-            self.give_back(runner)
+            with plain_mode(device):
+                self.give_back(runner)
 
     def give_back(self, runner: Runner) -> None:
         """A session has ended, well or not."""
         runner.close()
         if isinstance(runner, GraphRunner):
             with self._lock:
-                if self.idle is None or self.idle.sizes["N"] < runner.space.sizes["N"]:
+                if self.idle is None or self.idle.sizes.num_pages < runner.space.sizes.num_pages:
                     self.idle = runner.space
 
     def forget_prefixes(self) -> None:
@@ -108,11 +108,11 @@ class RunnerPool:
         first_use = "every step is a CUDA graph, captured when a request first needs its shape"
         return [first_use] if kept is None else [first_use, kept.describe()]
 
-    def _workspace(self, sizes: Mapping[str, int]) -> Workspace:
+    def _workspace(self, sizes: StateSizes) -> Workspace:
         with self._lock:
             space, self.idle = self.idle, None
             self._recent.append(sizes)
-            wanted = dict(sizes) if space is None else room(space.sizes, space.num_bytes, list(self._recent))
+            wanted = sizes if space is None else room(space.sizes, space.num_bytes, list(self._recent))
         if space is None or space.sizes != wanted:
             space = None  # freed before the next one is allocated
             pool = self.make_pool(self.program.target.device)
@@ -129,8 +129,10 @@ class RunnerPool:
         alone = not any(has_recurrent_state(module.graph) for name, module in modules if name != "target")
         return self.cache if alone else dataclasses.replace(self.cache, reuse_prefixes=False)
 
-    def _pages(self, sizes: Mapping[str, int]) -> PagePool:
+    def _pages(self, sizes: StateSizes) -> PagePool:
         reuse, lookahead = self._cache.reuse_prefixes, self.program.drafter.lookahead
         places = boundaries(self.program, self.block_size)
-        snapshots = None if places is None else SnapshotPool(sizes["C"], places, snapshot_bytes(self.program))
-        return PagePool(sizes["N"], self.block_size, lookahead, reuse=reuse, weights=self._weights, snapshots=snapshots)
+        snapshots = None if places is None else SnapshotPool(sizes.snapshots, places, snapshot_bytes(self.program))
+        return PagePool(
+            sizes.num_pages, self.block_size, lookahead, reuse=reuse, weights=self._weights, snapshots=snapshots
+        )

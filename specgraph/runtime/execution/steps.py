@@ -8,26 +8,8 @@ from typing import NamedTuple
 
 from specgraph.errors import InputError, NumericsError, SpecgraphError
 from specgraph.runtime.execution.pause import Pause
-from specgraph.runtime.execution.results import Results, TracedRow, TracedRows
+from specgraph.runtime.execution.results import DraftTraceView, Results
 from specgraph.runtime.schedule.sequences import ActiveSequence
-
-
-class DraftTraceView(NamedTuple):
-    """What a step says of the drafts of one sequence, not read yet.
-
-    Attributes:
-        rows: what it says of all of them.
-        place: that of the sequence in the step.
-        made: how many of its new drafts the sequence verifies at most.
-    """
-
-    rows: TracedRows
-    place: int
-    made: int
-
-    def read(self) -> TracedRow:
-        """What it says."""
-        return self.rows.row(self.place, made=self.made)
 
 
 class Output(NamedTuple):

@@ -52,7 +52,9 @@ class Stopping:
     def add(self, number: int, request: Request, criteria: Sequence[Criterion]) -> None:
         """Watch a sequence that is about to be submitted. May be called from any thread."""
         if criteria:
-            self._watched[number] = _Watched(criteria, _with_room(request), request.given.numel())
+            room = request.given.new_zeros(request.limit - request.prompt.numel())
+            tokens = torch.cat([request.given, room])
+            self._watched[number] = _Watched(criteria, tokens, request.given.numel())
 
     def drop(self, number: int) -> None:
         """Forget a sequence that was not submitted after all."""
@@ -102,8 +104,3 @@ def _says_stop(criterion: Criterion, seen: Tensor) -> bool:
             f"{name_of(criterion)} gave {gave:.60}."
         )
     return bool(said)
-
-
-def _with_room(request: Request) -> Tensor:
-    """A prompt with room for what its sequence adds at most."""
-    return torch.cat([request.given, request.given.new_zeros(request.limit - request.prompt.numel())])

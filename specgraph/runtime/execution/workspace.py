@@ -7,14 +7,14 @@ number of sequences, and for prompt steps the width of their windows and the num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from specgraph.ir.program import Program
-from specgraph.ir.state import allocate
 from specgraph.kernels.launch import new_counters
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.kernels.step.results import num_columns
@@ -22,9 +22,9 @@ from specgraph.runtime.execution.cuda_graphs import Pool
 from specgraph.runtime.execution.inputs import padded_block
 from specgraph.runtime.execution.results import Mailbox, num_traced
 from specgraph.runtime.memory.pages import PagePool
-from specgraph.runtime.memory.sizing import Footprint
-from specgraph.runtime.memory.slots import Admission, SlotInitializer, staged, uploaded
-from specgraph.runtime.memory.snapshots import snapshots_of
+from specgraph.runtime.memory.sizes import StateSizes, largest
+from specgraph.runtime.memory.slots import Admission, staged, uploaded
+from specgraph.runtime.memory.state_memory import StateMemory
 from specgraph.runtime.schedule.prompt_shapes import entries, power_of_two
 from specgraph.specialise.mode import Mode
 
@@ -74,31 +74,22 @@ class Captured(NamedTuple):
     given: Tensor
 
 
-class Workspace:
+class Workspace(StateMemory):
     """A state and the graphs captured over it; serves one session at a time.
 
     Attributes:
-        sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
-        state: its tensors.
-        counters: arrival counters of its launches, which other streams must not touch.
-        pages: those of its KV cache, and what is known of them.
+        counters: those of its graphs, which keep their address.
         mailbox: where results of its steps go.
-        snapshots: copies of its recurrent state; None if there are none.
-        footprint: the memory of the state and of its snapshots.
+        kept: what the first halves of steps that pause have left.
     """
 
-    def __init__(self, program: Program, sizes: Mapping[str, int], pages: PagePool, pool: Pool) -> None:
+    def __init__(self, program: Program, sizes: StateSizes, pages: PagePool, pool: Pool) -> None:
+        super().__init__(program, sizes, pages)
         device = program.target.device
-        self.sizes = dict(sizes)
-        self.pages = pages
-        self.state = allocate(program, sizes, device)
-        self.snapshots = snapshots_of(program, self.state, pages.snapshots)
-        self.footprint = Footprint.of(program, self.state, pages)
-        self._initializer = SlotInitializer(program, self.state)
         self.counters = new_counters(device)
         width = self.state["next_window"].shape[1]
         columns = num_columns(width, self.state.get(CONFIDENCE)) + num_traced(width)
-        self.mailbox = Mailbox(sizes["B"], width, columns, device)
+        self.mailbox = Mailbox(sizes.rows, width, columns, device)
         self._pool = pool
         self._graphs: dict[Shape, Captured] = {}
         self.kept: dict[Shape, PausedValues] = {}
@@ -107,11 +98,6 @@ class Workspace:
         self._weights: dict[int, Tensor] = {}
         """By address. Graphs know addresses alone, and another decoder of this model may move its parameters to other
         storage; so what they were is kept."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the state and of its snapshots."""
-        return self.footprint.num_bytes
 
     @property
     def shapes(self) -> list[Shape]:
@@ -133,9 +119,9 @@ class Workspace:
             self._graphs[shape] = self._capture(shape.idle_input(), function)
         return self._graphs[shape]
 
-    def admit(self, entering: Sequence[Admission]) -> None:
-        """Begin sequences, each in its row, by a graph for the next larger number of them."""
-        count = entries(len(entering), self.sizes["B"])
+    def _initialize(self, entering: Sequence[Admission]) -> None:
+        """Begin sequences by a graph for the next larger number of them."""
+        count = entries(len(entering), self.sizes.rows)
         block = self._initializer.block(entering, count)
         if count not in self._initializers:  # capturing begins them, too, and to do so again changes nothing
             self._initializers[count] = self._capture(block, lambda given: self._initializer.load(given, count))
@@ -170,30 +156,30 @@ def _listed(items: Iterable[object]) -> str:
     return ", ".join(map(str, items)) or "no"
 
 
-def room(kept: Mapping[str, int], kept_bytes: int, recent: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def room(kept: StateSizes, kept_bytes: int, recent: Sequence[StateSizes]) -> StateSizes:
     """The sizes of a state that serves the last of the ``recent`` sessions, where one of sizes ``kept`` is there.
 
     As before if it fits in, and larger if it does not. If the state is large, and the last ``PATIENCE`` sessions needed
     at most a quarter of its pages, what was the most for them.
     """
-    lately = _largest(recent)
-    if len(recent) >= PATIENCE and kept_bytes >= SHRINK_BYTES and 4 * lately["N"] <= kept["N"]:
+    lately = largest(recent)
+    if len(recent) >= PATIENCE and kept_bytes >= SHRINK_BYTES and 4 * lately.num_pages <= kept.num_pages:
         return lately
-    return _largest([kept, recent[-1]])
+    return largest([kept, recent[-1]])
 
 
-def _largest(many: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {name: max(sizes[name] for sizes in many) for name in many[0]}
-
-
-def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> dict[str, int]:
+def bucket(sizes: StateSizes, max_batch_size: int, block_size: int) -> StateSizes:
     """Sizes rounded up, so that few graphs serve all sessions; the largest batch is always a bucket.
 
     Batches are powers of two, pages per sequence too; pages in all are rounded up by at most one part in 32.
     """
-    batch = entries(sizes["B"], max(max_batch_size, sizes["B"]))
-    pages = power_of_two(sizes["M"])
-    grain = max(1, power_of_two(sizes["N"]) // 64)
-    total = -(-sizes["N"] // grain) * grain
-    few = {letter: power_of_two(sizes.get(letter, 1)) for letter in ("E", "W")}
-    return {"B": batch, "M": pages, "N": total, "S": pages * block_size, "C": sizes.get("C", 0), **few}
+    pages, grain = power_of_two(sizes.pages_per_sequence), max(1, power_of_two(sizes.num_pages) // 64)
+    return replace(
+        sizes,
+        rows=entries(sizes.rows, max(max_batch_size, sizes.rows)),
+        pages_per_sequence=pages,
+        num_pages=-(-sizes.num_pages // grain) * grain,
+        max_length=pages * block_size,
+        eos_ids=power_of_two(sizes.eos_ids),
+        bias_tokens=power_of_two(sizes.bias_tokens),
+    )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from specgraph.config import CacheConfig
 from specgraph.errors import InputError
 from specgraph.ir.program import Program
-from specgraph.ir.state import State, block_sizes, num_bytes
+from specgraph.ir.state import block_sizes
 from specgraph.kernels.state import buffers_of
 from specgraph.runtime.memory.host_memory import available_bytes
-from specgraph.runtime.memory.pages import PagePool, num_pages
+from specgraph.runtime.memory.pages import num_pages
+from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.snapshots import FEWEST, snapshot_bytes
 
 SNAPSHOT_SHARE = 0.1
@@ -25,8 +25,6 @@ CPU_SHARE = 0.25
 """The same of a session on a CPU, whose memory other programs share. A sequence of the longest length comes first."""
 CPU_TOKENS = 2048
 """For how many tokens of each sequence a session on a CPU has pages, where nothing says."""
-Sizes = dict[str, int]
-"""What a state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`, and ``C`` snapshots."""
 
 
 def page_bytes(program: Program) -> int:
@@ -46,53 +44,26 @@ def state_bytes(program: Program) -> int:
     return sum(b.row_bytes({}) for b in buffers if b.chunk is not None or b.settled_rows is not None)
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """The memory of a state and of its snapshots.
-
-    Attributes:
-        num_bytes: what it takes at most.
-        page: the bytes of one page over all layers.
-        lazy: whether a page takes memory only once a sequence has had it, as on a CPU.
-    """
-
-    num_bytes: int
-    page: int
-    lazy: bool
-
-    @classmethod
-    def of(cls, program: Program, state: State, pages: PagePool) -> Footprint:
-        """That of a state of ``program`` with these ``pages``."""
-        copies = pages.snapshots.num_bytes if pages.snapshots is not None else 0
-        return cls(num_bytes(program, state) + copies, page_bytes(program), program.target.device.type == "cpu")
-
-    def used(self, pages: PagePool) -> int:
-        """What it takes so far, at most."""
-        return self.num_bytes - self.lazy * (pages.count - pages.num_touched) * self.page
-
-
-def modest(program: Program, cache: CacheConfig, sizes: Mapping[str, int]) -> Sizes:
+def modest(program: Program, cache: CacheConfig, sizes: StateSizes) -> StateSizes:
     """``sizes`` that a session asks for where the configuration does not say: on a CPU, less than it could use.
 
-    There are pages for one sequence of the longest length (``sizes["M"]``) at least. More are for ``CPU_TOKENS`` tokens
+    There are pages for one sequence of the longest length at least. More are for ``CPU_TOKENS`` tokens
     of each sequence, but they take no more than ``CPU_SHARE`` of the free memory.
     """
     device = program.target.device
     if device.type != "cpu" or cache.memory_share is not None:
-        return {**sizes}
-    rows = most_rows(program, replace(cache, memory_share=CPU_SHARE), sizes["B"])
+        return sizes
+    rows = most_rows(program, replace(cache, memory_share=CPU_SHARE), sizes.rows)
     if cache.pool_tokens is not None:
-        return {**sizes, "B": rows}
+        return replace(sizes, rows=rows)
     free, size = free_bytes(device), page_bytes(program)
     pages = rows * num_pages(CPU_TOKENS, page_size(program, cache))
     if free is not None and size:
         pages = min(pages, int(CPU_SHARE * free / size))
-    return {**sizes, "B": rows, "N": min(sizes["N"], max(sizes["M"], pages))}
+    return replace(sizes, rows=rows, num_pages=min(sizes.num_pages, max(sizes.pages_per_sequence, pages)))
 
 
-def limited(
-    program: Program, cache: CacheConfig, sizes: Mapping[str, int], max_batch_size: int, kept: int = 0
-) -> Sizes:
+def limited(program: Program, cache: CacheConfig, sizes: StateSizes, max_batch_size: int, kept: int = 0) -> StateSizes:
     """``sizes`` of a session, with as many rows, snapshots and pages as there is memory for.
 
     Snapshots come first (:data:`SNAPSHOT_SHARE`). Of what is left, rows of recurrent state take half at most, and what
@@ -103,9 +74,10 @@ def limited(
     """
     copies = most_snapshots(program, cache, max_batch_size, kept)
     taken = copies * snapshot_bytes(program)
-    rows = most_rows(program, cache, sizes["B"], kept, taken)
+    rows = most_rows(program, cache, sizes.rows, kept, taken)
     taken += rows * state_bytes(program)
-    return {**sizes, "B": rows, "C": copies, "N": most_pages(program, cache, sizes["N"], kept, taken)}
+    pages = most_pages(program, cache, sizes.num_pages, kept, taken)
+    return replace(sizes, rows=rows, snapshots=copies, num_pages=pages)
 
 
 def most_rows(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int = 0, taken: int = 0) -> int:

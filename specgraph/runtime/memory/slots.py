@@ -1,4 +1,4 @@
-"""The state of a decoder: its sizes, how a sequence enters one of its rows, and how it leaves it again."""
+"""The state of a decoder: how a sequence enters one of its rows, and how it leaves it again."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from specgraph.kernels.state import Buffer, map_input
 from specgraph.kernels.step import scatter_state_
 from specgraph.passes.insert_processors import kept_for_processors
 from specgraph.runtime.memory.pages import num_pages
-from specgraph.runtime.requests.processing import STATE, Processing
+from specgraph.runtime.memory.sizes import StateSizes
+from specgraph.runtime.requests.processing import Processing
+from specgraph.runtime.requests.processing_options import STATE
 from specgraph.runtime.requests.request import Request
 
 _ALIGNMENT = 16
 """Bytes at whose multiples the parts of a block begin."""
 
 
-def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> dict[str, int]:
-    """What the letters of :class:`~specgraph.kernels.state.Buffer` stand for, so that ``rows`` of them fit at a time,
-    whichever these are."""
+def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> StateSizes:
+    """Room for ``rows`` of these requests at a time, whichever these are."""
     pages = sorted((num_pages(request.limit, block_size) for request in requests), reverse=True)
-    return {
-        "B": min(rows, len(requests)),
-        "M": pages[0],
-        "N": sum(pages[:rows]),
-        "S": max(request.limit for request in requests),
-        "E": max(1, *(len(request.eos_ids) for request in requests)),
-        "W": max(1, *(request.processing.num_bias_tokens for request in requests)),
-    }
+    return StateSizes(
+        rows=min(rows, len(requests)),
+        pages_per_sequence=pages[0],
+        num_pages=sum(pages[:rows]),
+        max_length=max(request.limit for request in requests),
+        eos_ids=max(1, *(len(request.eos_ids) for request in requests)),
+        bias_tokens=max(1, *(request.processing.num_bias_tokens for request in requests)),
+    )
 
 
 class Admission(NamedTuple):

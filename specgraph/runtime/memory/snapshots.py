@@ -149,11 +149,6 @@ class Snapshots:
             _copy([(kept[snapshot], there[row]) for there, kept in pairs for snapshot, row in given])
 
 
-def snapshots_of(program: HasInputs, state: State, pool: SnapshotPool | None) -> Snapshots | None:
-    """The memory of those snapshots of ``state`` that a pool counts; None if there are none."""
-    return Snapshots(program, state, pool.count) if pool is not None and pool.count else None
-
-
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy each first tensor into the second; all have one dtype, so that few launches do it on a GPU."""
     if pairs:

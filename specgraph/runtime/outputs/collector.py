@@ -13,10 +13,9 @@ from specgraph.errors import SpecgraphError
 from specgraph.runtime.execution.steps import Output, Step
 from specgraph.runtime.outputs.output import GenerateOutput, StreamChunk
 from specgraph.runtime.outputs.stats import Stats
-from specgraph.runtime.outputs.trace import Trace, Tracer
+from specgraph.runtime.outputs.trace import Trace
 from specgraph.runtime.requests.parser import GenerateCall
 from specgraph.runtime.requests.recorder import recorded_logits, recorded_scores
-from specgraph.runtime.requests.request import Batch
 
 
 class Collector:
@@ -30,15 +29,12 @@ class Collector:
     def __init__(self, call: GenerateCall, stats: Stats, about: dict[str, Any]) -> None:
         """``about`` says what the decoder is, for a trace."""
         self.stats = stats
-        batch = self._batch = call.batch
-        tracer = self._tracer = Tracer([request.prompt for request in batch.requests]) if batch.traced else None
-        self.trace = None if tracer is None else Trace(tracer.prompts, about, tracer.read)
-        self._wanted = call.wanted
-        count = len(batch.requests)
-        self._with_logprobs = batch.logprobs != "none"
+        self.trace = Trace([request.prompt.tolist() for request in call.requests], about) if call.mode.traced else None
+        self._call, count = call, len(call.requests)
+        self._with_logprobs = call.mode.logprobs != "none"
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._logprobs: list[list[float]] = [[] for _ in range(count)]
-        self._reasons = [None if request.has_room else request.limit_reason for request in batch.requests]
+        self._reasons = [None if request.has_room else request.limit_reason for request in call.requests]
         self._errors: list[SpecgraphError | None] = [None] * count
         # The confidence in the drafts that each sequence verifies in its next step.
         self._thought: list[Sequence[float]] = [()] * count
@@ -68,11 +64,10 @@ class Collector:
         new_tokens = _tensors(self._tokens, torch.int64)
         values = _tensors(self._logprobs, torch.float32) if self._with_logprobs else None
         reasons = [reason or "length" for reason in self._reasons]
-        requests, lengths = self._batch.requests, [*map(len, new_tokens)]
-        wanted = self._wanted
+        requests, wanted, lengths = self._call.requests, self._call.wanted, [*map(len, new_tokens)]
         scores = recorded_scores(requests, new_tokens, normalized=wanted.normalized) if wanted.scores else None
         logits = recorded_logits(requests, lengths) if wanted.logits else None
-        sequences = _pad(self._batch, new_tokens)
+        sequences = _pad(self._call, new_tokens)
         prompts = [request.prompt for request in requests]
         return GenerateOutput(
             sequences, new_tokens, values, self.stats, reasons, scores, logits, prompts, self.trace, self._errors
@@ -87,8 +82,8 @@ class Collector:
             self._reasons[output.number], self._errors[output.number] = output.finish_reason, output.error
 
     def _count(self, step: Step) -> None:
-        if self._tracer is not None:
-            self._tracer.add(step)
+        if self.trace is not None:
+            self.trace.add(step)
         stats, thought = self.stats, self._thought
         stats.steps += step.ran
         stats.reused_tokens += step.reused_tokens
@@ -116,14 +111,14 @@ def _tensors(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> list[Tensor
     return [row.clone() for row in torch.split(flat, [*map(len, rows)])]
 
 
-def _pad(batch: Batch, new_tokens: list[Tensor]) -> Tensor:
+def _pad(call: GenerateCall, new_tokens: list[Tensor]) -> Tensor:
     """Prompt and continuation of every sequence in one tensor, with the padding that was in front of the prompt."""
     parts = [
         (request.given[:left], request.prompt, new)
-        for left, request, new in zip(batch.left_padding, batch.requests, new_tokens, strict=True)
+        for left, request, new in zip(call.left_padding, call.requests, new_tokens, strict=True)
     ]
     # One call each for all sequences: there may be thousands.
     flat = torch.cat([*itertools.chain.from_iterable(parts)])
     rows = [*torch.split(flat, [sum(map(len, part)) for part in parts])]
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=batch.pad_id)
-    return padded.to(batch.device)
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=call.pad_id)
+    return padded.to(call.device)

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Generic, Protocol, TypeVar
 
 from specgraph.errors import InputError
+from specgraph.runtime.outputs.output import Event
 
 
-class _Event(Protocol):
-    @property
-    def id(self) -> int: ...
-
-    @property
-    def finish_reason(self) -> str | None: ...
-
-
-E = TypeVar("E", bound=_Event)
-
-
-class Followers(Generic[E]):
+class Followers:
     """Hands the events of a session out by the ids of their sequences. All followers belong to one event loop.
 
     A task of its own iterates over the session from the first follower on, until the session is closed. Events of
     sequences that nobody follows are dropped.
     """
 
-    def __init__(self, events: Callable[[], AsyncIterator[E]], cancel: Callable[[int], None]) -> None:
+    def __init__(self, events: Callable[[], AsyncIterator[Event]], cancel: Callable[[int], None]) -> None:
         self._events, self._cancel = events, cancel
-        self._queues: dict[int, asyncio.Queue[E | BaseException]] = {}
+        self._queues: dict[int, asyncio.Queue[Event | BaseException]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -37,7 +26,7 @@ class Followers(Generic[E]):
         """How many sequences are followed."""
         return len(self._queues)
 
-    async def follow(self, submit: Callable[[], int]) -> AsyncGenerator[E, None]:
+    async def follow(self, submit: Callable[[], int]) -> AsyncGenerator[Event, None]:
         """Submit a sequence, and give its events up to the last. Whoever stops before that cancels the sequence.
 
         Raises:

@@ -1,8 +1,8 @@
-"""The results of ``generate`` and ``stream``."""
+"""The results of ``generate``, of ``stream`` and of sessions."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -13,11 +13,8 @@ from specgraph.errors import SpecgraphError
 from specgraph.runtime.outputs.stats import Stats
 from specgraph.runtime.outputs.trace import Trace
 
-_SHOWN = ("sequences", "new_tokens", "logprobs", "stats", "finish_reasons")
-_HIDDEN = ("scores", "logits", "prompts", "trace", "errors")
-"""What is too much for one line, in the order in which the class takes it, behind the others."""
 
-
+@dataclass(eq=False)
 class GenerateOutput(tuple[Tensor, ...]):
     """The result of ``generate``.
 
@@ -45,24 +42,18 @@ class GenerateOutput(tuple[Tensor, ...]):
     logprobs: list[Tensor] | None
     stats: Stats
     finish_reasons: list[str]
-    scores: tuple[Tensor, ...] | None
-    logits: tuple[Tensor, ...] | None
-    prompts: list[Tensor]
-    trace: Trace | None
-    errors: list[SpecgraphError | None]
+    scores: tuple[Tensor, ...] | None = field(repr=False)
+    logits: tuple[Tensor, ...] | None = field(repr=False)
+    prompts: list[Tensor] = field(repr=False)
+    trace: Trace | None = field(repr=False)
+    errors: list[SpecgraphError | None] = field(repr=False)
 
-    def __new__(
-        cls, sequences: Tensor, new_tokens: list[Tensor], logprobs: list[Tensor] | None, stats: Stats,
-        finish_reasons: Sequence[str] = (), scores: tuple[Tensor, ...] | None = None,
-        logits: tuple[Tensor, ...] | None = None, prompts: Sequence[Tensor] = (),
-        trace: Trace | None = None, errors: Sequence[SpecgraphError | None] = (),
-    ) -> Self:  # fmt: skip
-        self = super().__new__(cls, sequences.unbind())
-        self.sequences, self.new_tokens, self.logprobs, self.stats = sequences, new_tokens, logprobs, stats
-        self.finish_reasons, self.scores, self.logits = list(finish_reasons), scores, logits
-        self.prompts, self.trace = list(prompts), trace
-        self.errors = list(errors) or [None] * len(new_tokens)
-        return self
+    def __new__(cls, sequences: Tensor, *_: Any) -> Self:
+        return super().__new__(cls, sequences.unbind())
+
+    def __getnewargs__(self) -> Any:
+        """What a copy begins with: its other attributes are copied as those of any object."""
+        return (self.sequences,)
 
     @property
     def shape(self) -> torch.Size:
@@ -71,12 +62,6 @@ class GenerateOutput(tuple[Tensor, ...]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.sequences[index]
-
-    def __repr__(self) -> str:
-        return f"GenerateOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
-
-    def __reduce__(self) -> Any:
-        return GenerateOutput, tuple(getattr(self, name) for name in (*_SHOWN, *_HIDDEN))
 
 
 @dataclass(frozen=True)
@@ -116,3 +101,26 @@ class Stream(Iterator[StreamChunk]):
     def close(self) -> None:
         """End it before its time."""
         self._chunks.close()
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step of a session emitted for one sequence.
+
+    Attributes:
+        id: what ``submit`` returned for it.
+        tokens: its new token ids, a possibly empty list.
+        logprobs: one number beside each of them; None if the session gives none.
+        finish_reason: None while it goes on; else ``eos``, ``length`` (as asked), ``max_length`` (the decoder's, before
+            what was asked), ``stop``, ``cancelled`` or ``error``. Nothing comes after it.
+        error: what went wrong, for ``error``; the other sequences are not concerned.
+        text: the text that can be shown now (see
+            :class:`~specgraph.runtime.outputs.detokenizer.IncrementalDetokenizer`); None if the session gives none.
+    """
+
+    id: int
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    finish_reason: str | None = None
+    error: SpecgraphError | None = None
+    text: str | None = None

@@ -7,12 +7,10 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
-
-from torch import Tensor
 
 from specgraph.runtime.execution.results import TracedRow
 from specgraph.runtime.execution.steps import Output, Step
@@ -97,14 +95,15 @@ class Trace(Sequence[TracedStep]):
         about: the target, the drafter, the verification rule, K, and the temperature of every sequence (0 is greedy).
     """
 
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], about: dict[str, Any],
-        more: Callable[[], Iterable[TracedStep]] | None = None,
-    ) -> None:  # fmt: skip
-        """``more`` gives the steps that have come since it was called last."""
+    def __init__(self, prompts: Sequence[Sequence[int]], about: dict[str, Any]) -> None:
         self.prompts, self.about = prompts, about
+        self._lengths = [*map(len, prompts)]
         self._known: list[TracedStep] = []
-        self._more, self._lock = more, threading.Lock()
+        self._lock = threading.Lock()
+        self._waiting: deque[Step] = deque()
+        self._made: dict[int, TracedRow] = {}
+        """What the last step said of every sequence: its drafts are those that the next step verifies."""
+        self._number = 0
 
     @overload
     def __getitem__(self, index: int) -> TracedStep: ...
@@ -126,14 +125,16 @@ class Trace(Sequence[TracedStep]):
     @property
     def _steps(self) -> list[TracedStep]:
         with self._lock:
-            if self._more is not None:
-                self._known.extend(self._more())
+            self._known.extend(self._read())
             return self._known
 
+    def add(self, step: Step) -> None:
+        """Take note of a step."""
+        self._waiting.append(step)
+
     def append(self, step: TracedStep) -> None:
-        """Add what a step did for a sequence."""
-        with self._lock:
-            self._known.append(step)
+        """Add what a step did for a sequence, which is how a trace is copied."""
+        self._known.append(step)
 
     def of(self, sequence: int) -> list[TracedStep]:
         """The steps of one sequence."""
@@ -171,6 +172,35 @@ class Trace(Sequence[TracedStep]):
         for step in self._steps:
             lines[step.sequence].append(_line(step, tokenizer, color=color))
         return "\n".join(line for own in lines for line in own)
+
+    def _read(self) -> Iterator[TracedStep]:
+        """What the steps did that were noted since this was called last."""
+        while self._waiting:
+            step = self._waiting.popleft()
+            for output in step.outputs:
+                if output.traced is None:
+                    continue
+                traced = output.traced.read()
+                if output.tokens:
+                    yield self._step(step, output, traced)
+                self._made[output.number] = traced
+            self._number += step.ran
+
+    def _step(self, step: Step, output: Output, traced: TracedRow) -> TracedStep:
+        number, tokens = output.number, tuple(output.tokens)
+        made = self._made.get(number) if output.decoding else None
+        drafts = [] if made is None else [*zip(made.drafts[: step.drafts], made.drawn, strict=False)]
+        # Behind these ends nothing is emitted, so also no token of the target's own.
+        ended = output.finish_reason in ("eos", "stop", "error")
+        judged = tuple(
+            TracedDraft(token, _is_accepted(place, token, tokens, ended=ended), math.exp(traced.verified[place]),
+                        _probability(drawn), traced.ranks[place])
+            for place, (token, drawn) in enumerate(drafts)
+        )  # fmt: skip
+        position = self._lengths[number]
+        self._lengths[number] += len(tokens)
+        own = own_standing(judged, tokens, traced)
+        return TracedStep(self._number, number, position, judged, tokens, step.seconds, not output.decoding, *own)
 
 
 def _record(step: TracedStep, tokenizer: Any) -> dict[str, Any]:
@@ -223,56 +253,6 @@ def _shown(token: int, tokenizer: Any) -> str:
         return str(token)
     text: str = tokenizer.decode([token])
     return text.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "·")
-
-
-class Tracer:
-    """Puts together what the steps of a call say of their drafts.
-
-    Attributes:
-        prompts: the token ids of every sequence's prompt.
-    """
-
-    def __init__(self, prompts: Sequence[Tensor]) -> None:
-        """For sequences with these prompts, which have no padding."""
-        self.prompts = [prompt.tolist() for prompt in prompts]
-        self._lengths = [*map(len, self.prompts)]
-        self._made: dict[int, TracedRow] = {}
-        """The last step's say about every sequence: its drafts are those that the next step verifies."""
-        self._number = 0
-        self._waiting: deque[Step] = deque()
-
-    def add(self, step: Step) -> None:
-        """Take note of a step."""
-        self._waiting.append(step)
-
-    def read(self) -> Iterator[TracedStep]:
-        """What the steps did that were noted since this was called last."""
-        while self._waiting:
-            step = self._waiting.popleft()
-            for output in step.outputs:
-                if output.traced is None:
-                    continue
-                traced = output.traced.read()
-                if output.tokens:
-                    yield self._step(step, output, traced)
-                self._made[output.number] = traced
-            self._number += step.ran
-
-    def _step(self, step: Step, output: Output, traced: TracedRow) -> TracedStep:
-        number, tokens = output.number, tuple(output.tokens)
-        made = self._made.get(number) if output.decoding else None
-        drafts = [] if made is None else [*zip(made.drafts[: step.drafts], made.drawn, strict=False)]
-        # Behind these ends nothing is emitted, so also no token of the target's own.
-        ended = output.finish_reason in ("eos", "stop", "error")
-        judged = tuple(
-            TracedDraft(token, _is_accepted(place, token, tokens, ended=ended), math.exp(traced.verified[place]),
-                        _probability(drawn), traced.ranks[place])
-            for place, (token, drawn) in enumerate(drafts)
-        )  # fmt: skip
-        position = self._lengths[number]
-        self._lengths[number] += len(tokens)
-        own = own_standing(judged, tokens, traced)
-        return TracedStep(self._number, number, position, judged, tokens, step.seconds, not output.decoding, *own)
 
 
 def _is_accepted(place: int, token: int, emitted: Sequence[int], *, ended: bool) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from specgraph.errors import InputError
-from specgraph.runtime.requests.processing import OPTIONS
+from specgraph.runtime.requests.processing_options import OPTIONS
 
 OWN = frozenset({
     "input_ids", "attention_mask", "max_new_tokens", "eos_token_id", "temperature", "top_k", "top_p", "min_p", "seed",

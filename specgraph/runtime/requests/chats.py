@@ -41,7 +41,8 @@ def encode_chats(
 
 def _variables(tokenizer: Any, tools: Any, others: Any) -> dict[str, Any]:
     """What the template is given besides messages. A variable that it does not read is warned of."""
-    if tools is not None and not (isinstance(tools, list | tuple) and all(map(_is_tool, tools))):
+    are_tools = isinstance(tools, list | tuple) and all(isinstance(own, Mapping) or callable(own) for own in tools)
+    if tools is not None and not are_tools:
         raise InputError(f"tools is a list of JSON schemas of functions, or of functions, not {tools!r:.80}.")
     if others is not None and not (isinstance(others, Mapping) and all(isinstance(name, str) for name in others)):
         raise InputError(
@@ -63,10 +64,6 @@ def _variables(tokenizer: Any, tools: Any, others: Any) -> dict[str, Any]:
             "or set another tokenizer.chat_template."
         )
     return given
-
-
-def _is_tool(tool: object) -> bool:
-    return isinstance(tool, Mapping) or callable(tool)
 
 
 def _reads(tokenizer: Any, tools: Any, name: str) -> bool:

@@ -13,41 +13,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from specgraph.runtime.requests.structure import Structure, bits
 
 
-class Boundary(Protocol):
-    """What separates free text from a structure. A state is what has been seen of it, 0 at the beginning."""
-
-    def step(self, state: int, token: int) -> tuple[int, list[int] | None]:
-        """The state behind a token; and tokens of the bytes behind the boundary, if it ends in this one, else None."""
-
-    def ending_early(self, state: int) -> dict[int, list[int]]:
-        """Tokens in which the boundary ends before the token does, and tokens of the bytes behind the boundary."""
-
-
 @dataclass(frozen=True)
 class TokenBoundary:
-    """A single token."""
+    """A single token that separates free text from a structure."""
 
     token: int
 
     def step(self, state: int, token: int) -> tuple[int, list[int] | None]:
-        """See :class:`Boundary`."""
+        """See :class:`TextBoundary`."""
         return 0, [] if token == self.token else None
 
     def ending_early(self, state: int) -> dict[int, list[int]]:
-        """See :class:`Boundary`."""
+        """See :class:`TextBoundary`."""
         return {}
 
 
 @dataclass(frozen=True)
 class TextBoundary:
-    """A text.
+    """A text that separates free text from a structure. A state is what has been seen of it, 0 at the beginning.
 
     Attributes:
         text: its bytes, at least one.
@@ -61,7 +51,7 @@ class TextBoundary:
     _early: dict[int, dict[int, list[int]]] = field(default_factory=dict)
 
     def step(self, state: int, token: int) -> tuple[int, list[int] | None]:
-        """See :class:`Boundary`."""
+        """The state behind a token; and tokens of the bytes behind the boundary, if it ends in this one, else None."""
         new = self.vocabulary[token]
         for place, byte in enumerate(new):
             while state and self.text[state] != byte:
@@ -73,7 +63,7 @@ class TextBoundary:
         return state, None
 
     def ending_early(self, state: int) -> dict[int, list[int]]:
-        """See :class:`Boundary`."""
+        """Tokens in which the boundary ends before the token does, and tokens of the bytes behind the boundary."""
         if state not in self._early:
             found, seen = [self._longer[0]], state
             while seen:
@@ -107,19 +97,19 @@ class TextBoundary:
 class Later:
     """Follows free text up to a boundary, and then a structure."""
 
-    def __init__(self, boundary: Boundary, structure: Structure, eos_ids: Sequence[int]) -> None:
+    def __init__(self, boundary: TokenBoundary | TextBoundary, structure: Structure, eos_ids: Sequence[int]) -> None:
         self._boundary, self._structure, self._eos_ids = boundary, structure, eos_ids
         self._state, self._begun = 0, False
         self._free: dict[int, np.ndarray[Any, Any]] = {}
 
     def copy(self) -> Later:
-        """See :class:`~specgraph.runtime.requests.structure.Following`."""
+        """See :class:`~specgraph.runtime.requests.structure.Structure`."""
         other = Later(self._boundary, self._structure.copy() if self._begun else self._structure, self._eos_ids)
         other._state, other._begun, other._free = self._state, self._begun, self._free
         return other
 
     def take(self, token: int) -> None:
-        """See :class:`~specgraph.runtime.requests.structure.Following`."""
+        """See :class:`~specgraph.runtime.requests.structure.Structure`."""
         if self._begun:
             self._structure.take(token)
             return
@@ -130,7 +120,7 @@ class Later:
                 self._structure.take(own)
 
     def fill(self, masks: np.ndarray[Any, Any], row: int) -> None:
-        """See :class:`~specgraph.runtime.requests.structure.Following`."""
+        """See :class:`~specgraph.runtime.requests.structure.Structure`."""
         if self._begun:
             self._structure.fill(masks, row)
             return

@@ -106,29 +106,3 @@ def check_config(given: object) -> None:
 def _values(config: GenerationConfig) -> dict[str, Any]:
     """What a configuration sets."""
     return {name: value for name, value in vars(config).items() if value is not None}
-
-
-class LiveDefaults:
-    """The defaults of a model, read again whenever its ``generation_config`` has changed."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Raises UnsupportedModelError, as :func:`read_generation_config` does."""
-        self._model = model
-        self._seen = self._look()
-        self._defaults = read_generation_config(model)
-
-    def __call__(
-        self, given: GenerationConfig | None = None, do_sample: bool | None = None, overridden: Collection[str] = ()
-    ) -> GenerationDefaults:
-        """The defaults of a call; see :func:`read_generation_config`."""
-        if given is not None or do_sample is not None or not REFUSED.keys().isdisjoint(overridden):
-            return read_generation_config(self._model, given, do_sample, overridden)
-        if (seen := self._look()) != self._seen:
-            self._defaults, self._seen = read_generation_config(self._model), seen
-        return self._defaults
-
-    def _look(self) -> dict[str, Any]:
-        """What the configuration sets now. Lists are copied, since they may be changed in place."""
-        config = getattr(self._model, "generation_config", None)
-        values = {} if config is None else vars(config)
-        return {name: [*v] if isinstance(v, list) else v for name, v in values.items() if v is not None}

@@ -14,15 +14,15 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specgraph.errors import InputError, SpecgraphError, SpecgraphWarning
 from specgraph.runtime.requests.arguments import KINDS
-from specgraph.runtime.requests.delayed_structure import Boundary, Later, TextBoundary, TokenBoundary
+from specgraph.runtime.requests.delayed_structure import Later, TextBoundary, TokenBoundary
 from specgraph.runtime.requests.host_processors import HostProcessor, Rows
-from specgraph.runtime.requests.structure import WORD, Following, Structure, bits, reason
+from specgraph.runtime.requests.structure import WORD, Structure, bits, reason
 
 WHITESPACE = r" |\n {0,24}"
 """What may stand between the parts of JSON: a space, or a new line and its indentation. A model that likes blanks would
@@ -33,7 +33,7 @@ _Made = dict[tuple[str, tuple[int, ...]], Any]
 class Matching(HostProcessor):
     """Masks for one sequence, from what follows it."""
 
-    def __init__(self, following: Following, vocab_size: int, eos_ids: Sequence[int], minimum: int = 0) -> None:
+    def __init__(self, following: Structure | Later, vocab_size: int, eos_ids: Sequence[int], minimum: int = 0) -> None:
         """``minimum`` is the number of tokens before which the sequence does not end, unless nothing else may come."""
         self._following, self._minimum = following, minimum
         self._words, self._eos_ids = -(-vocab_size // WORD), eos_ids
@@ -87,15 +87,46 @@ class Matching(HostProcessor):
 
     def _goes_on(self, mask: np.ndarray[Any, Any], draft: int) -> bool:
         """Whether a draft is allowed, and is not the end, behind which no row counts."""
-        return draft not in self._eos_ids and _allows(mask, draft)
-
-
-def _allows(mask: np.ndarray[Any, Any], token: int) -> bool:
-    return 0 <= token < mask.size * WORD and bool(int(mask[token // WORD]) >> token % WORD & 1)
+        known = draft not in self._eos_ids and 0 <= draft < mask.size * WORD
+        return known and bool(int(mask[draft // WORD]) >> draft % WORD & 1)
 
 
 MOST_BOUNDARIES = 32
 """The most texts of ``structure_after`` that are kept for a tokenizer."""
+
+
+class StructureOptions(NamedTuple):
+    """The structure of a sequence, as it was given.
+
+    Attributes:
+        kind: the argument, one of ``KINDS``.
+        value: what was given for it.
+        after: what the structure begins behind; None: it begins with the sequence.
+    """
+
+    kind: str
+    value: Any
+    after: Any
+
+
+def read_structures(asked: Mapping[str, Any], count: int) -> list[StructureOptions | None]:
+    """The structure of each of ``count`` sequences, None for those without, from the arguments of a call.
+
+    ``json_schema``, ``regex``, ``grammar`` and ``structure_after`` are for all sequences, or a list with one for each.
+
+    Raises:
+        InputError: there are several kinds, or there is not an entry for each sequence.
+    """
+    given, after = [kind for kind in sorted(KINDS) if asked.get(kind) is not None], asked.get("structure_after")
+    if not given:
+        if after is not None:
+            raise InputError(f"structure_after needs a structure; give {' or '.join(sorted(KINDS))}, or leave it out.")
+        return [None] * count
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} are given, but a call follows one of {', '.join(sorted(KINDS))}.")
+    (kind,) = given
+    pairs = zip(_each(kind, asked[kind], count), _each("structure_after", after, count), strict=True)
+    return [None if value is None else StructureOptions(kind, value, own) for value, own in pairs]
 
 
 class Grammars:
@@ -110,60 +141,41 @@ class Grammars:
         )
 
     def read(
-        self,
-        others: Mapping[str, Any],
-        tokenizer: Callable[[], Any],
-        eos_ids: Sequence[tuple[int, ...]],
-        minimums: Sequence[int],
-    ) -> list[Matching | None]:
-        """What each sequence has to follow, for the arguments of a call.
+        self, wanted: Sequence[StructureOptions | None], tokenizer: Callable[[], Any],
+        eos_ids: Sequence[tuple[int, ...]], minimums: Sequence[int],
+    ) -> list[Matching | None]:  # fmt: skip
+        """What each sequence has to follow.
 
         Args:
-            others: the arguments; ``json_schema``, ``regex``, ``grammar`` and ``structure_after`` are for all
-                sequences, or a list with one for each, None for those without.
-            tokenizer: gives the model's; is asked only if there is a grammar.
+            wanted: its structure.
+            tokenizer: gives the model's; is asked only if there is a structure.
             eos_ids: of each sequence, those that may end it where the grammar does.
             minimums: the tokens before which it shall not end, if the grammar goes on.
 
         Raises:
-            InputError: the library is not there or does not accept a grammar, there are several kinds, or a sequence
-                has no EOS with which it could end.
+            InputError: the library is not there or does not accept a grammar, or a sequence has no EOS with which it
+                could end.
         """
-        given = {kind: others[kind] for kind in sorted(KINDS) if others.get(kind) is not None}
-        after = others.get("structure_after")
-        if not given:
-            if after is not None:
-                raise InputError(
-                    f"structure_after needs a structure; give {' or '.join(sorted(KINDS))}, or leave it out."
-                )
-            return [None] * len(eos_ids)
-        if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} are given, but a call follows one of {', '.join(sorted(KINDS))}.")
-        ((kind, value),) = given.items()
-        each, marks = _each(kind, value, len(eos_ids)), _each("structure_after", after, len(eos_ids))
-        own, made = tokenizer(), _Made()
-        wanted = zip(each, marks, eos_ids, minimums, strict=True)
-        return [
-            None if v is None else self._matching(kind, v, own, eos, mark, least, made)
-            for v, mark, eos, least in wanted
-        ]
+        own, made = tokenizer() if any(wanted) else None, _Made()
+        each = zip(wanted, eos_ids, minimums, strict=True)
+        return [None if one is None else self._matching(one, own, eos, least, made) for one, eos, least in each]
 
     def _matching(
-        self, kind: str, value: Any, tokenizer: Any, eos_ids: tuple[int, ...], after: Any, minimum: int, made: _Made
+        self, wanted: StructureOptions, tokenizer: Any, eos_ids: tuple[int, ...], minimum: int, made: _Made
     ) -> Matching:
         """A matcher of its own; ``made`` has those of the call that are compiled."""
+        kind, value, after = wanted
         if not eos_ids:
             raise InputError(f"{kind} needs an EOS id with which a sequence can end; pass eos_token_id.")
         text = _grammar(kind, value)
         if (text, eos_ids) not in made:
             made[text, eos_ids] = self._matcher(kind, text, tokenizer, eos_ids)
-        structure = Structure(made[text, eos_ids].deep_copy(), kind, eos_ids)
-        following: Following = structure
+        structure: Structure | Later = Structure(made[text, eos_ids].deep_copy(), kind, eos_ids)
         if after is not None:
-            following = Later(self._boundary(after, tokenizer, eos_ids), structure, eos_ids)
-        return Matching(following, self._vocab_size, eos_ids, minimum)
+            structure = Later(self._boundary(after, tokenizer, eos_ids), structure, eos_ids)
+        return Matching(structure, self._vocab_size, eos_ids, minimum)
 
-    def _boundary(self, after: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Boundary:
+    def _boundary(self, after: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> TokenBoundary | TextBoundary:
         """What a structure begins behind. That of a text knows all tokens, and is kept.
 
         Raises:
@@ -223,13 +235,6 @@ def _each(name: str, value: Any, count: int) -> Sequence[Any]:
     if len(each) != count:
         raise InputError(f"{name} has {len(each)} entries for {count} sequences.")
     return each
-
-
-def are_structured(others: Mapping[str, Any], count: int) -> list[bool]:
-    """Whether each of ``count`` sequences has a structure, by the arguments of a call, which may still be wrong."""
-    given = [others[kind] for kind in KINDS if others.get(kind) is not None]
-    each = [value if isinstance(value, list | tuple) and len(value) == count else [value] * count for value in given]
-    return [any(values[place] is not None for values in each) for place in range(count)]
 
 
 def _grammar(kind: str, value: Any) -> str:

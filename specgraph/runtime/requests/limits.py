@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from specgraph.errors import InputError
+from specgraph.errors import InputError, warn_caller
 from specgraph.runtime.requests.prompts import (
     Prompts,
 )
 from specgraph.runtime.requests.request import Limits
 from specgraph.runtime.requests.values import (
     PerSequence,
+    ids_per_sequence,
     per_sequence,
-    read_token_ids,
     whole,
 )
 
@@ -30,35 +30,9 @@ FALLBACK_NEW_TOKENS = 20
 def read_eos(eos_token_id: EosIds, default: tuple[int, ...], vocab_size: int, batch: int) -> list[tuple[int, ...]]:
     """The EOS ids of each sequence. None takes the model's, an empty list switches EOS off, a list of lists has one
     for every sequence."""
-    plain: Any = eos_token_id.tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
-    each = isinstance(plain, list | tuple) and any(isinstance(own, list | tuple) for own in plain)
-    # An id outside of the vocabulary, such as -1, is a way to say that there is none.
+    # An id of the model's outside of the vocabulary, such as -1, is a way to say that there is none.
     default = tuple(token for token in default if 0 <= token < vocab_size)
-    if each and len(plain) != batch:
-        raise InputError(f"eos_token_id has {len(plain)} lists of ids for {batch} sequences.")
-    return [_eos_ids(own, default, vocab_size) for own in (plain if each else [plain] * batch)]
-
-
-def _eos_ids(plain: Any, default: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """The EOS ids of one sequence."""
-    if plain is None:
-        return default
-    ids = read_token_ids("eos_token_id", plain)
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise InputError(f"eos_token_id {token} is not a token id; ids are 0 to {vocab_size - 1}.")
-    return tuple(ids)
-
-
-class Lengths(NamedTuple):
-    """How long sequences become: by so many new tokens, or up to a length that counts the prompt and its padding.
-
-    ``by_model``: a caller said nothing, so both are the model's, which may be more than a decoder was compiled for.
-    """
-
-    max_new_tokens: PerSequence
-    max_length: PerSequence
-    by_model: bool = False
+    return ids_per_sequence("eos_token_id", eos_token_id, batch, vocab_size, default)
 
 
 class End(NamedTuple):
@@ -68,13 +42,21 @@ class End(NamedTuple):
     capped: bool
 
 
-def read_limits(prompts: Prompts, asked: Lengths, limits: Limits) -> list[End]:
-    """Where each sequence ends at the latest."""
-    longest = limits.max_length
-    name = "max_length" if asked.max_new_tokens is None and asked.max_length is not None else "max_new_tokens"
+def read_limits(prompts: Prompts, given: Mapping[str, Any], model: Mapping[str, Any], limits: Limits) -> list[End]:
+    """Where each sequence ends at the latest.
+
+    A caller's ``max_new_tokens`` comes first, then its ``max_length``, which counts the prompt and its padding. If it
+    gives neither, both are the model's, which may be more than a decoder was compiled for.
+    """
+    if "max_new_tokens" in given and "max_length" in given:
+        warn_caller("max_new_tokens is given, so max_length has no effect.")
+    by_model = given.keys().isdisjoint(("max_new_tokens", "max_length"))
+    source, longest = model if by_model else given, limits.max_length
+    name = "max_length" if "max_new_tokens" not in source and "max_length" in source else "max_new_tokens"
+    asked = source.get(name)
     ends = (_ends_by_length if name == "max_length" else _ends)(prompts, asked)
-    most = max(per_sequence(name, getattr(asked, name), 0, len(ends)), default=0)
-    if most > longest and not asked.by_model:
+    most = max(per_sequence(name, asked, 0, len(ends)), default=0)
+    if most > longest and not by_model:
         raise InputError(
             f"{name}={most} is more than the decoder's max_length of {longest}, which counts the prompt, too; ask for "
             f"fewer, or {limits.lengthen()}."
@@ -82,17 +64,17 @@ def read_limits(prompts: Prompts, asked: Lengths, limits: Limits) -> list[End]:
     return [End(min(longest, end), end > longest) for end in ends]
 
 
-def _ends(prompts: Prompts, asked: Lengths) -> list[int]:
-    counts = per_sequence("max_new_tokens", asked.max_new_tokens, FALLBACK_NEW_TOKENS, len(prompts.prompts))
+def _ends(prompts: Prompts, asked: PerSequence) -> list[int]:
+    counts = per_sequence("max_new_tokens", asked, FALLBACK_NEW_TOKENS, len(prompts.prompts))
     for count in counts:
         if not math.isfinite(count) or int(count) != count or count < 0:
             raise InputError(f"max_new_tokens must be an integer of at least 0, got {count!r}.")
     return [prompt.numel() + int(count) for prompt, count in zip(prompts.prompts, counts, strict=True)]
 
 
-def _ends_by_length(prompts: Prompts, asked: Lengths) -> list[int]:
+def _ends_by_length(prompts: Prompts, asked: PerSequence) -> list[int]:
     """Padding counts as in transformers, so that all sequences of a padded batch get as many new tokens."""
-    lengths = per_sequence("max_length", asked.max_length, 0, len(prompts.prompts))
+    lengths = per_sequence("max_length", asked, 0, len(prompts.prompts))
     ends = []
     for index, (given, prompt, length) in enumerate(zip(prompts.given, prompts.prompts, lengths, strict=True)):
         if whole("max_length", length) <= given.numel():

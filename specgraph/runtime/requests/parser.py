@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,24 +16,27 @@ from transformers import GenerationConfig
 from specgraph.errors import InputError, warn_caller
 from specgraph.runtime.model_guard import ModelGuard
 from specgraph.runtime.requests.arguments import OF_ONE_SEQUENCE, STRUCTURE, check_names
-from specgraph.runtime.requests.generation_config import FLAGS, SAMPLING, GenerationDefaults, LiveDefaults
-from specgraph.runtime.requests.grammar import Grammars, are_structured
+from specgraph.runtime.requests.generation_config import FLAGS, SAMPLING, GenerationDefaults
+from specgraph.runtime.requests.grammar import Grammars, StructureOptions, read_structures
 from specgraph.runtime.requests.host_processors import Allowed, HostProcessor, PythonProcessors, read_processors
-from specgraph.runtime.requests.limits import Lengths, read_eos, read_limits
-from specgraph.runtime.requests.processing_options import (
-    Sequences,
-    forbidding,
-    forced_ends,
-    read_minimums,
-    read_processing,
-)
+from specgraph.runtime.requests.limits import read_eos, read_limits
+from specgraph.runtime.requests.logit_options import LogitOptions, Sequences
 from specgraph.runtime.requests.prompts import check_prompts, read_ids, read_prompts
 from specgraph.runtime.requests.recorder import Recorder, Wanted
-from specgraph.runtime.requests.request import Batch, Limits, Request
-from specgraph.runtime.requests.sampling import read_logprobs, read_sampling
+from specgraph.runtime.requests.request import Limits, Request
+from specgraph.runtime.requests.sampling import Sampling, read_logprobs, read_sampling
 from specgraph.runtime.requests.stopping import Criterion, read_criteria, read_stop_strings, stop_criteria
 from specgraph.runtime.requests.text import Tokenizers, check_tokenizer
-from specgraph.runtime.requests.values import PerSequence, check_function, is_number, per_sequence, read_flag, whole
+from specgraph.runtime.requests.values import (
+    PerSequence,
+    check_function,
+    check_ids,
+    is_number,
+    per_sequence,
+    read_flag,
+    whole,
+)
+from specgraph.specialise.mode import Mode
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,26 @@ class GenerateCall:
     """What a call of ``generate`` or ``stream`` asks for.
 
     Attributes:
-        batch: its sequences.
+        requests: its sequences.
+        left_padding: how many ids stand before each prompt as it was given; the output keeps them.
+        pad_id: what stands behind a sequence that has ended.
+        device: where prompts were, and where the output goes.
+        mode: what its steps give: the kind of log-probabilities, and whether they say what happens to drafts.
         criteria: what else than EOS and length ends them, asked on the host.
         stop_strings: the texts behind which some of these criteria end a sequence.
         streamer: one of transformers' streamers, or None.
         wanted: which logits the output has.
     """
 
-    batch: Batch
+    requests: list[Request]
+    left_padding: list[int]
+    pad_id: int
+    device: torch.device
+    mode: Mode
     criteria: Sequence[Criterion]
+    stop_strings: Sequence[str]
     streamer: Any
     wanted: Wanted
-    stop_strings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class RequestParser:
     """What holds where a caller says nothing, what a decoder can take, and whether it can run at all.
 
     Attributes:
-        read_defaults: the model's, as they are when it is called.
+        read_defaults: gives the model's, as they are when it is called.
         limits: the decoder's.
         guard: says whether the model is still the one that was compiled.
         tokenizers: the model's.
@@ -70,7 +81,7 @@ class RequestParser:
             which draws whether a draft is accepted.
     """
 
-    read_defaults: LiveDefaults
+    read_defaults: Callable[..., GenerationDefaults]
     limits: Limits
     guard: ModelGuard
     tokenizers: Tokenizers
@@ -109,27 +120,21 @@ class RequestParser:
         prompts = read_prompts(input_ids, attention_mask, known_pad, sum(eos_ids, ()))
         check_prompts(prompts, self.limits)
         prompts = prompts.repeat(copies)
-        ends = read_limits(prompts, _lengths(given, defaults), self.limits)
-        sampling = read_sampling(len(ends), asked if do_sample is not False else asked | {"temperature": 0.0})
+        ends = read_limits(prompts, given, defaults.values, self.limits)
+        sampling = self._sampling(given, defaults, count, seeded=seeded)
         greedy = [own.temperature == 0 for own in sampling]
-        undecided = do_sample is None and "temperature" not in given
-        if all(greedy) and undecided:
-            own = {name: given[name] for name in SAMPLING if name in given}
-            idle_seed = given.get("seed") if seeded and not self.always_reads_seeds else None
-            _warn_greedy({**defaults.unsampled, **own, "seed": idle_seed}, len(greedy))
-        if (do_sample or (undecided and defaults.do_sample)) and any(greedy):
-            raise InputError("do_sample=True needs a temperature above 0; leave do_sample out to decode greedily.")
         if copies > 1 and all(greedy):
             raise InputError(
                 f"num_return_sequences={copies} would give equal sequences, since decoding is greedy; pass "
                 "do_sample=True or a temperature, or leave it out."
             )
         rooms = [end.limit - prompt.numel() for prompt, end in zip(prompts.prompts, ends, strict=True)]
-        lengths, structured = [own.numel() for own in prompts.given], are_structured(given, count)
+        lengths, structures = [own.numel() for own in prompts.given], read_structures(given, count)
+        structured = [structure is not None for structure in structures]
         known = Sequences(lengths, rooms, eos_ids, self.limits.vocab_size, structured, as_transformers)
-        processing = read_processing(known, asked)
-        hosts = self._hosts(asked, known, forces=as_transformers)
-        forbids = [functools.partial(_forbidding, known, asked, place) for place in range(count)]
+        logit_options = LogitOptions.read(known, asked)
+        processing, hosts = logit_options.processing(), self._hosts(asked, logit_options, structures)
+        forbids = [functools.partial(_forbidding, logit_options, asked, place) for place in range(count)]
         requests = [
             Request(
                 prompts.prompts[place], ends[place].limit, sampling[place], eos_ids[place], ends[place].capped,
@@ -139,11 +144,11 @@ class RequestParser:
             for place in range(count)
         ]  # fmt: skip
         device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
-        batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(given.get("return_logprobs")), device,
-                      bool(read_flag("trace", given.get("trace"))))  # fmt: skip
-        strings = read_stop_strings(asked.get("stop_strings"))
+        logprobs, traced = read_logprobs(given.get("return_logprobs")), bool(read_flag("trace", given.get("trace")))
+        mode, strings = Mode(logprobs, traced=traced), read_stop_strings(asked.get("stop_strings"))
         criteria = [*read_criteria(given.get("stopping_criteria")), *_criteria(strings, asked)]
-        return GenerateCall(batch, criteria, _streamer(given.get("streamer")), read_wanted(asked), strings)
+        streamer, wanted = _streamer(given.get("streamer")), read_wanted(asked)
+        return GenerateCall(requests, prompts.left_padding, pad_id, device, mode, criteria, strings, streamer, wanted)
 
     def stream(self, input_ids: Any, attention_mask: Any, options: Mapping[str, Any]) -> GenerateCall:
         """A checked call of ``stream``, whose chunks have no scores; see :meth:`call`."""
@@ -162,7 +167,25 @@ class RequestParser:
         seed = options.get("seed")
         return self.call([_one_prompt(prompt)], None, {**options, "seed": None if seed is None else [seed]})
 
-    def _hosts(self, asked: Mapping[str, Any], known: Sequences, *, forces: bool) -> list[tuple[HostProcessor, ...]]:
+    def _sampling(
+        self, given: Mapping[str, Any], defaults: GenerationDefaults, count: int, *, seeded: bool
+    ) -> list[Sampling]:
+        """How the tokens of each sequence are chosen. Warns of what has no effect on a greedy choice."""
+        do_sample, asked = given.get("do_sample"), {**defaults.values, **given}
+        sampling = read_sampling(count, asked if do_sample is not False else asked | {"temperature": 0.0})
+        greedy = [own.temperature == 0 for own in sampling]
+        undecided = do_sample is None and "temperature" not in given
+        if all(greedy) and undecided:
+            own = {name: given[name] for name in SAMPLING if name in given}
+            idle_seed = given.get("seed") if seeded and not self.always_reads_seeds else None
+            _warn_greedy({**defaults.unsampled, **own, "seed": idle_seed}, count)
+        if (do_sample or (undecided and defaults.do_sample)) and any(greedy):
+            raise InputError("do_sample=True needs a temperature above 0; leave do_sample out to decode greedily.")
+        return sampling
+
+    def _hosts(
+        self, asked: Mapping[str, Any], options: LogitOptions, structures: Sequence[StructureOptions | None]
+    ) -> list[tuple[HostProcessor, ...]]:
         """What the host does with the logits of each sequence: processors, then structure, then keeping them."""
         functions, allowed = read_processors(asked.get("logits_processor")), asked.get("prefix_allowed_tokens_fn")
         if allowed is not None:
@@ -170,13 +193,12 @@ class RequestParser:
             check_function("prefix_allowed_tokens_fn", "a function of a place and tokens", allowed, *takes)
         wanted = read_wanted(asked)
         tokenizer = functools.partial(self.tokenizers.get, asked.get("tokenizer"))
-        grammars = self.grammars.read(asked, tokenizer, known.eos_ids, read_minimums(known, asked))
-        lasts = forced_ends(known, asked)
+        grammars = self.grammars.read(structures, tokenizer, options.known.eos_ids, options.minimums)
         hosts = []
-        for place, (grammar, last) in enumerate(zip(grammars, lasts, strict=True)):
+        for place, (grammar, last) in enumerate(zip(grammars, options.forced_ends(), strict=True)):
             several = [*last, *functions]
             own: list[HostProcessor] = [PythonProcessors(several)] if several else []
-            own += [Allowed(allowed, place, forces=forces)] if allowed is not None else []
+            own += [Allowed(allowed, place, forces=options.known.as_transformers)] if allowed is not None else []
             own += [grammar] if grammar is not None else []
             own += [Recorder(wanted)] if wanted.scores or wanted.logits else []
             hosts.append(tuple(own))
@@ -191,12 +213,12 @@ class RequestParser:
         read_flag("return_dict_in_generate", given.get("return_dict_in_generate"))
 
 
-def _forbidding(known: Sequences, asked: Mapping[str, Any], place: int, count: int) -> list[str]:
+def _forbidding(options: LogitOptions, asked: Mapping[str, Any], place: int, count: int) -> list[str]:
     """The arguments that forbid tokens behind the first ``count`` new ones of a sequence."""
-    found = forbidding(known, asked, place, count)
+    found = options.forbidding(place, count)
     found += ["logits_processor"] if read_processors(asked.get("logits_processor")) else []
     found += ["prefix_allowed_tokens_fn"] if "prefix_allowed_tokens_fn" in asked else []
-    return found + [name for name in sorted(STRUCTURE) if known.structured[place] and name in asked]
+    return found + [name for name in sorted(STRUCTURE) if options.known.structured[place] and name in asked]
 
 
 def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -258,20 +280,8 @@ def _pad_id(given: Any, defaults: GenerationDefaults, eos_ids: Sequence[tuple[in
     if given is None:
         return defaults.pad_id if defaults.pad_id is not None else (*(eos_ids[0] if eos_ids else ()), 0)[0]
     pad_id = whole("pad_token_id", given.item() if isinstance(given, Tensor) and given.numel() == 1 else given)
-    if not 0 <= pad_id < vocab_size:
-        raise InputError(f"pad_token_id {pad_id} is not a token id; ids are 0 to {vocab_size - 1}.")
+    check_ids("pad_token_id", [pad_id], vocab_size)
     return pad_id
-
-
-def _lengths(given: Mapping[str, Any], defaults: GenerationDefaults) -> Lengths:
-    """How long sequences become. A caller's ``max_new_tokens`` comes first, then its ``max_length``."""
-    if "max_new_tokens" in given and "max_length" in given:
-        warn_caller("max_new_tokens is given, so max_length has no effect.")
-    if "max_new_tokens" in given:
-        return Lengths(given["max_new_tokens"], None)
-    if "max_length" in given:
-        return Lengths(None, given["max_length"])
-    return Lengths(defaults.values.get("max_new_tokens"), defaults.values.get("max_length"), by_model=True)
 
 
 _IDLE: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ALWAYS = 1 << 62
 """More tokens than a sequence generates."""
@@ -67,39 +65,9 @@ _DEFAULTS = [(option.name, option.default) for option in fields(Processing)]
 """Looked up once, since every request asks."""
 
 
-class Form(enum.Enum):
-    """How the value of an option is read: what one sequence has of it."""
-
-    NUMBER = enum.auto()
-    COUNT = enum.auto()
-    FIRST_TOKEN = enum.auto()
-    LAST_TOKENS = enum.auto()
-    WORDS = enum.auto()
-
-
-class Option(NamedTuple):
-    """An argument of ``generate``, ``stream`` and ``submit`` that changes logits.
-
-    Attributes:
-        form: how a value is read (:mod:`specgraph.runtime.requests.processing_options`).
-        off: the value that asks for nothing, whatever the model's configuration says.
-        allowed: what is allowed, in the words of an error.
-        above, most: the bounds of a number; the lower one is excluded.
-        state: what its attribute of :class:`Processing` fills: inputs of the step by name, each with the first values
-            of a sequence. Options that have the same state are words with biases.
-        processor: the class of transformers that does the same; None if there is none.
-    """
-
-    form: Form
-    off: Any
-    allowed: str = ""
-    above: float = -math.inf
-    most: float = math.inf
-    state: Mapping[str, Callable[[Processing], Sequence[float]]] = {}
-    processor: str | None = None
-
-
-_BIASES: dict[str, Callable[[Processing], Sequence[float]]] = {
+State = Mapping[str, Callable[[Processing], Sequence[float]]]
+"""Inputs of a step by name, each with the first values that a sequence has of it."""
+BIASES: State = {
     "bias_tokens": lambda own: [token for bias in own.biases for token in bias.tokens],
     "bias_ends": lambda own: [*itertools.accumulate(len(bias.tokens) for bias in own.biases)],
     "bias_values": lambda own: [bias.value for bias in own.biases],
@@ -108,56 +76,11 @@ _BIASES: dict[str, Callable[[Processing], Sequence[float]]] = {
 """Words, one behind the other, and a list of ends that says where each of them is."""
 
 
-def _itself(name: str) -> dict[str, Callable[[Processing], Sequence[float]]]:
+def itself(name: str) -> State:
     """An option that is an input of the step by itself."""
     return {name: lambda own: [getattr(own, name)]}
 
 
-MOST_NGRAM = 256
-"""The longest n-gram that the kernel looks for."""
-OPTIONS: dict[str, Option] = {
-    "sequence_bias": Option(
-        Form.WORDS, (), "a mapping from tuples of token ids to numbers",
-        state=_BIASES, processor="SequenceBiasLogitsProcessor",
-    ),
-    "repetition_penalty": Option(
-        Form.NUMBER, 1.0, "more than 0; 1 is off", above=0,
-        state=_itself("repetition_penalty"), processor="RepetitionPenaltyLogitsProcessor",
-    ),
-    "frequency_penalty": Option(
-        Form.NUMBER, 0.0, "a finite number; 0 is off", state=_itself("frequency_penalty"),
-    ),
-    "presence_penalty": Option(
-        Form.NUMBER, 0.0, "a finite number; 0 is off", state=_itself("presence_penalty"),
-    ),
-    "no_repeat_ngram_size": Option(
-        Form.COUNT, 0, f"0 (off) to {MOST_NGRAM}", most=MOST_NGRAM,
-        state=_itself("no_repeat_ngram_size"), processor="NoRepeatNGramLogitsProcessor",
-    ),
-    "bad_words_ids": Option(
-        Form.WORDS, (), "a list of words, each a list of token ids",
-        state=_BIASES, processor="NoBadWordsLogitsProcessor",
-    ),
-    "min_length": Option(Form.COUNT, 0, "0 or more", state=_BIASES, processor="MinLengthLogitsProcessor"),
-    "min_new_tokens": Option(Form.COUNT, 0, "0 or more", state=_BIASES, processor="MinNewTokensLengthLogitsProcessor"),
-    "forced_bos_token_id": Option(
-        Form.FIRST_TOKEN, (), state=_itself("forced_bos_token_id"), processor="ForcedBOSTokenLogitsProcessor",
-    ),
-    "forced_eos_token_id": Option(
-        Form.LAST_TOKENS, (), state=_itself("forced_eos_token_id"), processor="ForcedEOSTokenLogitsProcessor",
-    ),
-    "suppress_tokens": Option(
-        Form.WORDS, (), "a list of token ids", state=_BIASES, processor="SuppressTokensLogitsProcessor",
-    ),
-    "begin_suppress_tokens": Option(
-        Form.WORDS, (), "a list of token ids", state=_BIASES, processor="SuppressTokensAtBeginLogitsProcessor",
-    ),
-}  # fmt: skip
-"""Every option that changes logits on the device, in the order in which transformers applies them."""
-STATE = {name: value for option in OPTIONS.values() for name, value in option.state.items()}
-"""What the options of a sequence fill, by the names of a step's inputs."""
-
-
 def _states(options: set[str]) -> frozenset[str]:
     """The state that holds options: the biases are in several tables."""
-    return frozenset(options - {"biases"}).union(_BIASES) if "biases" in options else frozenset(options)
+    return frozenset(options - {"biases"}).union(BIASES) if "biases" in options else frozenset(options)

@@ -68,8 +68,9 @@ def read_ids(row: Any) -> Tensor:
     if isinstance(row, Tensor):
         ids = _on_host("input_ids", row)
     else:
+        dtype = torch.int64 if isinstance(row, Sequence) and not row else None  # without items, it would be of floats
         try:
-            ids = torch.tensor(row, device="cpu", dtype=_dtype_of(row))
+            ids = torch.tensor(row, device="cpu", dtype=dtype)
         except (TypeError, ValueError, RuntimeError) as error:
             wrong = f"{_wrong(row)}{_instead(row)}"
             raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not {wrong}.") from error
@@ -95,11 +96,6 @@ def _instead(given: Any) -> str:
     if isinstance(inside, str):
         return "; decoder.text() takes texts, and a tokenizer makes ids of them"
     return "; decoder.chat() takes conversations" if isinstance(inside, Mapping) else ""
-
-
-def _dtype_of(row: Any) -> torch.dtype | None:
-    """The dtype of a list; one without items would be of floats."""
-    return torch.int64 if isinstance(row, Sequence) and not row else None
 
 
 def _mask(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None, eos_ids: Sequence[int]) -> Tensor:

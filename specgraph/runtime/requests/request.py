@@ -11,9 +11,7 @@ from torch import Tensor
 from specgraph.ir.model_info import Rope
 from specgraph.runtime.requests.host_processors import HostProcessor
 from specgraph.runtime.requests.processing import Processing
-from specgraph.runtime.requests.sampling import (
-    Sampling,
-)
+from specgraph.runtime.requests.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -56,25 +54,6 @@ class Request:
     def limit_reason(self) -> str:
         """The finish reason of a sequence that reaches its limit."""
         return "max_length" if self.capped else "length"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One ``generate`` call.
-
-    Attributes:
-        left_padding: how many ids stand before each prompt as it was given; the output keeps them.
-        logprobs: ``none``, ``raw`` or ``processed``.
-        device: where prompts were, and where the output goes.
-        traced: whether steps say what happens to drafts.
-    """
-
-    requests: list[Request]
-    left_padding: list[int]
-    pad_id: int
-    logprobs: str
-    device: torch.device
-    traced: bool = False
 
 
 @dataclass(frozen=True)

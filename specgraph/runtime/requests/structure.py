@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,23 +13,6 @@ WORD = 32
 """Tokens per word of a mask."""
 
 
-class Following(Protocol):
-    """What follows the tokens of a sequence, one after the other."""
-
-    def copy(self) -> Following:
-        """One in the same place, which goes on by itself."""
-
-    def take(self, token: int) -> None:
-        """Go on behind a token."""
-
-    def fill(self, masks: np.ndarray[Any, Any], row: int) -> None:
-        """Write which tokens may come next into a row of masks.
-
-        Raises:
-            InputError: nobody knows, since the library has given up on the grammar.
-        """
-
-
 class Structure:
     """A matcher of the library, in its place in a structure of the given kind."""
 
@@ -37,16 +20,23 @@ class Structure:
         self._matcher, self._kind, self._eos_ids = matcher, kind, eos_ids
 
     def copy(self) -> Structure:
-        """See :class:`Following`. This takes microseconds; the library's own way back takes longer, and is wrong where
-        a grammar names tokens by number."""
+        """One in the same place, which goes on by itself.
+
+        This takes microseconds; the library's own way back takes longer, and is wrong where a grammar names tokens by
+        number.
+        """
         return Structure(self._matcher.deep_copy(), self._kind, self._eos_ids)
 
     def take(self, token: int) -> None:
-        """See :class:`Following`."""
+        """Go on behind a token."""
         self._matcher.consume_token(token)
 
     def fill(self, masks: np.ndarray[Any, Any], row: int) -> None:
-        """See :class:`Following`."""
+        """Write which tokens may come next into a row of masks.
+
+        Raises:
+            InputError: nobody knows, since the library has given up on the grammar.
+        """
         from llguidance.numpy import fill_next_token_bitmask
 
         matcher = self._matcher

@@ -51,6 +51,27 @@ def read_token_ids(name: str, value: Any) -> list[int]:
     return [whole(name, token) for token in ([value] if is_number(value) else value)]
 
 
+def check_ids(name: str, tokens: Sequence[Any], vocab_size: int) -> None:
+    """Refuse what is no token id."""
+    for token in tokens:
+        if not 0 <= whole(name, token) < vocab_size:
+            raise InputError(f"{name} has {token}, which is not a token id; ids are 0 to {vocab_size - 1}.")
+
+
+def ids_per_sequence(
+    name: str, value: Any, batch: int, vocab_size: int, default: tuple[int, ...] = ()
+) -> list[tuple[int, ...]]:
+    """Token ids of each sequence: one id, several, or a list with an entry for each. None is the ``default``."""
+    plain: Any = value.tolist() if isinstance(value, Tensor) else value
+    each = isinstance(plain, list | tuple) and any(isinstance(own, list | tuple) for own in plain)
+    if each and len(plain) != batch:
+        raise InputError(f"{name} has {len(plain)} lists of ids for {batch} sequences.")
+    found = [default if own is None else tuple(read_token_ids(name, own)) for own in (plain if each else [plain])]
+    for ids in found:
+        check_ids(name, ids, vocab_size)
+    return found if each else found * batch
+
+
 def per_sequence(name: str, value: PerSequence, default: float, batch: int) -> list[Any]:
     """One value per sequence from a number or a sequence of them."""
     if value is None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from specgraph.runtime.schedule.num_drafts import Longest, Worth
+from specgraph.runtime.schedule.prompt_shapes import Overhead
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Policy:
         chunk: the most prompt rows of a sequence in a step.
         fair: whether somebody waits for every token, so that no step may take long and no sequence waits for others to
             enter together with it.
+        overhead: what steps cost besides their rows.
         joint: whether sequences that decode take part in steps that run prompts. Else the two take turns, or, if not
             ``fair``, all prompts come first. That is better where decode steps have faster code than prompts have.
         drafts: K by the number of sequences in a decode step: that of the largest key up to this number. None, and an
@@ -26,6 +28,7 @@ class Policy:
 
     chunk: int
     fair: bool
+    overhead: Overhead
     joint: bool = True
     drafts: Mapping[int, int | None] = field(default_factory=dict)
     worth: Worth | Longest | None = None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from specgraph.runtime.memory.pages import PagePool, Reservation
 from specgraph.runtime.schedule.policy import Policy
-from specgraph.runtime.schedule.prompt_shapes import FULL_ROWS, MOST_ROWS, Overhead, fill, group_size, rows_beside
+from specgraph.runtime.schedule.prompt_shapes import FULL_ROWS, MOST_ROWS, fill, group_size, rows_beside
 from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
 
 
@@ -28,19 +28,16 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens next. The first sequences of the queue are those of ``entering`` and ``empty`` together.
+    """What happens next. The first sequences of the queue are those of ``entering``.
 
     Attributes:
         entering: sequences that are admitted before the step, whose prompts may begin in it.
-        empty: sequences that end at once, since no token may come behind their prompts. Nothing else is run before
-            this has been told.
         prompts: how many prompt tokens the step runs of each sequence, in the order in which they came.
         decoding: the sequences that decode in the step, by their slots.
         drafts: K for those that decode; None for the drafter's own.
     """
 
     entering: Sequence[Entry] = ()
-    empty: Sequence[ActiveSequence] = ()
     prompts: Mapping[ActiveSequence, int] = field(default_factory=dict)
     decoding: Sequence[ActiveSequence] = ()
     drafts: int | None = None
@@ -55,14 +52,14 @@ class Scheduler:
     """Makes plans. :meth:`plan` changes nothing but ``pages``, where it reserves those of sequences that enter."""
 
     def __init__(
-        self, policy: Policy, overhead: Overhead, pages: PagePool, num_slots: int, width: int,
+        self, policy: Policy, pages: PagePool, num_slots: int, width: int,
         choose_drafts: Callable[[Sequence[ActiveSequence]], int | None] | None = None,
     ) -> None:  # fmt: skip
         """``width`` is the number of tokens that a decode step runs of a sequence, with the drafter's own K.
 
         ``choose_drafts`` gives K for a step of some sequences; without it, their number decides (``policy.drafts``).
         """
-        self._policy, self._overhead, self._pages = policy, overhead, pages
+        self._policy, self._pages = policy, pages
         self._num_slots, self._width, self._present_width = num_slots, width, width
         self._choose_drafts = choose_drafts or (lambda decoding: policy.drafts_of(len(decoding)))
         self._num_ended = self._num_decode_steps = 0
@@ -72,9 +69,7 @@ class Scheduler:
         """What happens next, where some sequences wait, some run (in the order in which they entered), and the slots
         ``free`` belong to nobody."""
         decodes = any(sequence.phase is Phase.DECODE for sequence in running)
-        entering, empty = self._admitted(waiting, free, decodes)
-        if empty:
-            return Plan(entering, empty)
+        entering = self._admitted(waiting, free, decodes)
         left = {s: s.prompt.left for s in running if s.phase is Phase.PREFILL}
         left |= {s: s.request.prompt.numel() - self._pages.num_shared_tokens(own) for s, _, own in entering}
         # A step gives each of them a token at least. So one whose length is filled by steps under way is left out.
@@ -86,7 +81,7 @@ class Scheduler:
                 decoding = []
         drafts = self._choose_drafts(decoding) if decoding else None
         prompts = self._prompts(left, decoding, self._width if drafts is None else drafts + 1, decodes=decodes)
-        return Plan(entering, empty, prompts, decoding, drafts)
+        return Plan(entering, prompts, decoding, drafts)
 
     def ran(self, plan: Plan, width: int) -> None:
         """The step of ``plan`` is enqueued; one that decodes runs ``width`` tokens of a sequence at present."""
@@ -98,33 +93,27 @@ class Scheduler:
         """A sequence has left its slot."""
         self._num_ended += 1
 
-    def _admitted(
-        self, waiting: Sequence[ActiveSequence], free: Sequence[int], decodes: bool
-    ) -> tuple[list[Entry], list[ActiveSequence]]:
-        """The first sequences of the queue for which there are slots and pages, and those among them that end at once.
+    def _admitted(self, waiting: Sequence[ActiveSequence], free: Sequence[int], decodes: bool) -> list[Entry]:
+        """The first sequences of the queue for which there are slots and pages.
 
         Where nobody waits for single tokens, sequences enter in groups beside those that decode.
         """
         entering: list[Entry] = []
-        empty: list[ActiveSequence] = []
         if decodes and not self._policy.fair:
             ends = (1 + self._num_ended) / (1 + self._num_decode_steps)
-            enough = group_size(self._num_slots, self._present_width, ends, self._overhead, joint=self._policy.joint)
+            policy = self._policy
+            enough = group_size(self._num_slots, self._present_width, ends, policy.overhead, joint=policy.joint)
             if len(free) < min(enough, len(waiting)):
-                return entering, empty
+                return entering
         if waiting and free:
             self._pages.check_weights()
-        for sequence in waiting:
+        for sequence, slot in zip(waiting, free, strict=False):
             request = sequence.request
-            if not request.has_room:
-                empty.append(sequence)
-                continue
-            slots = free[len(entering) :]
-            reserved = self._pages.reserve(request.prompt, request.limit) if slots else None
+            reserved = self._pages.reserve(request.prompt, request.limit)
             if reserved is None:
                 break
-            entering.append(Entry(sequence, slots[0], reserved))
-        return entering, empty
+            entering.append(Entry(sequence, slot, reserved))
+        return entering
 
     def _prompts(
         self, left: Mapping[ActiveSequence, int], decoding: Sequence[ActiveSequence], width: int, *, decodes: bool

@@ -1,0 +1,71 @@
+"""The memory of the sequences that decode together: a state, its pages, and its snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from specgraph.ir.program import Program
+from specgraph.ir.state import allocate, num_bytes
+from specgraph.kernels.launch import new_counters
+from specgraph.runtime.memory.pages import PagePool, Reservation
+from specgraph.runtime.memory.sizes import StateSizes
+from specgraph.runtime.memory.sizing import page_bytes
+from specgraph.runtime.memory.slots import Admission, SlotInitializer
+from specgraph.runtime.memory.snapshots import Snapshots
+
+
+class StateMemory:
+    """The memory of the sequences that decode together.
+
+    Attributes:
+        sizes: what it has room for.
+        state: the tensors that the step reads and writes.
+        pages: those of the KV cache, and what is known of them.
+        snapshots: copies of recurrent state; None if the target has none, or nothing is shared.
+        counters: arrival counters of launches, which other streams must not touch; None on a CPU.
+        num_bytes: what the state and its snapshots take at most.
+    """
+
+    def __init__(self, program: Program, sizes: StateSizes, pages: PagePool) -> None:
+        device = program.target.device
+        self.sizes, self.pages = sizes, pages
+        self.state = allocate(program, sizes.by_letter(), device)
+        pool = pages.snapshots
+        self.snapshots = Snapshots(program, self.state, pool.count) if pool and pool.count else None
+        self.counters = None if device.type == "cpu" else new_counters(device)
+        self.num_bytes = num_bytes(program, self.state) + (pool.num_bytes if pool else 0)
+        self._initializer = SlotInitializer(program, self.state)
+        self._page_bytes, self._lazy = page_bytes(program), device.type == "cpu"
+
+    @property
+    def used_bytes(self) -> int:
+        """What it takes so far, at most: on a CPU, a page takes memory only once a sequence has had it."""
+        return self.num_bytes - self._lazy * (self.pages.count - self.pages.num_touched) * self._page_bytes
+
+    def admit(self, entering: Sequence[Admission]) -> None:
+        """Begin sequences, each in its row, with the state that it shares."""
+        self._initialize(entering)
+        if self.snapshots is not None:
+            self.snapshots.load([(new.snapshot, new.row) for new in entering if new.snapshot is not None])
+
+    def _initialize(self, entering: Sequence[Admission]) -> None:
+        self._initializer.admit(entering)
+
+    def keep_states(
+        self, reached: Iterable[tuple[Reservation, Tensor, int, int]], *, target_only: bool = False
+    ) -> None:
+        """Take snapshots behind the last step that was enqueued.
+
+        For each: what a sequence has reserved, its prompt, its row, and the boundary at which that step left its state.
+        """
+        if self.snapshots is None:
+            return
+        # Where a snapshot made room for another one in the same step, only the last is written.
+        taken = {
+            snapshot: row
+            for reserved, prompt, row, boundary in reached
+            if (snapshot := self.pages.take_snapshot(reserved, prompt, boundary, target_only=target_only)) is not None
+        }
+        self.snapshots.save(taken)
