@@ -35,7 +35,7 @@ from specgraph.runtime.outputs.output import GenerateOutput
 from specgraph.runtime.requests.arguments import OWN, PROCESSING, REFUSED, STRUCTURE, asks_for
 from specgraph.runtime.requests.generation_config import check_config
 from specgraph.runtime.requests.host_processors import read_processors
-from specgraph.runtime.requests.processing_options import OPTIONS
+from specgraph.runtime.requests.processing_options import LOGIT_OPTIONS
 from specgraph.runtime.requests.stopping import read_criteria, read_stop_strings, stop_criteria
 
 WARPERS: dict[type[LogitsProcessor], str] = {
@@ -49,7 +49,7 @@ _NO_EFFECT = (LogitNormalization,)
 """Processors that change neither the largest score nor any probability."""
 SETTLED: Mapping[str, Any] = {
     **{name: refusal.neutral[0] for name, refusal in REFUSED.items()},
-    **{name: option.off for name, option in OPTIONS.items()},
+    **{name: option.off for name, option in LOGIT_OPTIONS.items()},
     "num_return_sequences": 1, "stop_strings": (), "max_time": math.inf,
 }  # fmt: skip
 """What transformers has settled when a decoding method is called, so that the model's configuration does not count."""

@@ -23,7 +23,7 @@ from transformers.generation import (
     SuppressTokensLogitsProcessor,
 )
 
-from specgraph.runtime.requests.processing_options import OPTIONS
+from specgraph.runtime.requests.processing_options import LOGIT_OPTIONS
 
 Options = dict[str, Any]
 
@@ -143,7 +143,7 @@ _READERS: dict[str, Callable[[Any, Called], Options | None]] = {
 }
 READERS: dict[type[LogitsProcessor], Callable[[Any, Called], Options | None]] = {
     getattr(generation, option.processor): _READERS[name]
-    for name, option in OPTIONS.items()
+    for name, option in LOGIT_OPTIONS.items()
     if option.processor is not None
 }
 """By the class of a processor, in transformers' order, what gives the decoder's options for it; None if it does

@@ -14,7 +14,7 @@ from specgraph.kernels.processors.ngrams import MOST
 from specgraph.passes.insert_processors import OPTIONS as STATE_OF_THE_PASS
 from specgraph.runtime.requests.logit_options import LogitOptions, Sequences
 from specgraph.runtime.requests.processing import Processing
-from specgraph.runtime.requests.processing_options import MOST_NGRAM, OPTIONS, STATE
+from specgraph.runtime.requests.processing_options import LOGIT_OPTIONS, MOST_NGRAM, OPTION_STATE
 from tests.decoding import CONFIG, compiled
 from tests.models import VOCAB, ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
@@ -252,11 +252,11 @@ def test_last_tokens_of_several_are_drawn_alike(decoders: dict[str, SpeculativeD
 
 
 def test_the_table_of_options_fills_what_the_step_reads() -> None:
-    assert STATE.keys() == STATE_OF_THE_PASS.keys() and MOST_NGRAM == MOST
+    assert OPTION_STATE.keys() == STATE_OF_THE_PASS.keys() and MOST_NGRAM == MOST
 
 
 def test_every_option_has_a_value_that_asks_for_nothing(decoders: dict[str, SpeculativeDecoder]) -> None:
-    off = {name: option.off for name, option in OPTIONS.items()}
+    off = {name: option.off for name, option in LOGIT_OPTIONS.items()}
     out = decoders["ngram"].generate(PROMPTS, max_new_tokens=3, **off)
     assert out.stats.host_steps == 0
     known = Sequences([3], [5], [(2,)], VOCAB)

@@ -19,7 +19,7 @@ from specgraph.passes.insert_processors import kept_for_processors
 from specgraph.runtime.memory.pages import num_pages
 from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.requests.processing import Processing
-from specgraph.runtime.requests.processing_options import STATE
+from specgraph.runtime.requests.processing_options import OPTION_STATE
 from specgraph.runtime.requests.request import Request
 
 _ALIGNMENT = 16
@@ -169,7 +169,7 @@ KNOWN: dict[str, Callable[[Admission], Sequence[float]]] = {
     "min_p": lambda new: [new.request.sampling.min_p],
     "seeds": lambda new: [new.request.sampling.seed],
     "prompt_length": lambda new: [new.request.prompt.numel()],
-    **{name: functools.partial(_option, values) for name, values in STATE.items()},
+    **{name: functools.partial(_option, values) for name, values in OPTION_STATE.items()},
 }
 """What is known of a sequence that begins, by the names of a state's inputs: the first values of its row."""
 

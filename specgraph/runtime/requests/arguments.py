@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from specgraph.errors import InputError
-from specgraph.runtime.requests.processing_options import OPTIONS
+from specgraph.runtime.requests.processing_options import LOGIT_OPTIONS
 
 OWN = frozenset({
     "input_ids", "attention_mask", "max_new_tokens", "eos_token_id", "temperature", "top_k", "top_p", "min_p", "seed",
@@ -24,7 +24,7 @@ KNOWN = frozenset({
     "prefix_allowed_tokens_fn", "output_scores", "output_logits", "renormalize_logits",
 })  # fmt: skip
 """What else of transformers' arguments is honoured."""
-PROCESSING = frozenset(OPTIONS)
+PROCESSING = frozenset(LOGIT_OPTIONS)
 """What changes logits: transformers' arguments, and the penalties that it does not have."""
 KINDS = frozenset({"json_schema", "regex", "grammar"})
 """What is not transformers': the structure that the output shall have. A sequence has one of them at most."""

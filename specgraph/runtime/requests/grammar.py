@@ -170,10 +170,9 @@ class Grammars:
         text = _grammar(kind, value)
         if (text, eos_ids) not in made:
             made[text, eos_ids] = self._matcher(kind, text, tokenizer, eos_ids)
-        structure: Structure | Later = Structure(made[text, eos_ids].deep_copy(), kind, eos_ids)
-        if after is not None:
-            structure = Later(self._boundary(after, tokenizer, eos_ids), structure, eos_ids)
-        return Matching(structure, self._vocab_size, eos_ids, minimum)
+        structure = Structure(made[text, eos_ids].deep_copy(), kind, eos_ids)
+        later = None if after is None else Later(self._boundary(after, tokenizer, eos_ids), structure, eos_ids)
+        return Matching(later or structure, self._vocab_size, eos_ids, minimum)
 
     def _boundary(self, after: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> TokenBoundary | TextBoundary:
         """What a structure begins behind. That of a text knows all tokens, and is kept.

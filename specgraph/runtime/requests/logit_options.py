@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers.generation import ForcedEOSTokenLogitsProcessor, LogitsProcessor
 
 from specgraph.errors import InputError, warn_caller
-from specgraph.runtime.requests.processing import Bias, Processing
-from specgraph.runtime.requests.processing_options import BEGIN, FIRST, LAST, OPTIONS
+from specgraph.runtime.requests.processing import BIASES, Bias, Processing
+from specgraph.runtime.requests.processing_options import BEGIN, FIRST, LAST, LOGIT_OPTIONS
 
-WORDS = ("sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")
+_MINIMUMS = ("min_new_tokens", "min_length")
+WORDS = [name for name, option in LOGIT_OPTIONS.items() if option.state is BIASES and name not in _MINIMUMS]
 """Options that are words with biases."""
-_OWN = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size", FIRST)
+_OWN = [own.name for own in fields(Processing) if own.name in LOGIT_OPTIONS and own.name != LAST]
 """Options that are an attribute of :class:`Processing` as they are."""
 
 
@@ -60,7 +61,8 @@ class LogitOptions:
             InputError: a value is out of range or of the wrong form, or there is not one for each sequence.
         """
         batch, vocab = len(known.eos_ids), known.vocab_size
-        return cls(known, {name: option.read(name, asked.get(name), batch, vocab) for name, option in OPTIONS.items()})
+        values = {name: option.read(name, asked.get(name), batch, vocab) for name, option in LOGIT_OPTIONS.items()}
+        return cls(known, values)
 
     def processing(self) -> list[Processing]:
         """What the step does with the logits of each sequence.
@@ -88,7 +90,7 @@ class LogitOptions:
     @property
     def minimums(self) -> list[int]:
         """The number of new tokens before which each sequence does not end; 0 or less is no minimum."""
-        columns = self.values["min_new_tokens"], self.values["min_length"], self.known.given_lengths
+        columns = (*(self.values[name] for name in _MINIMUMS), self.known.given_lengths)
         return [max(new, whole - given) for new, whole, given in zip(*columns, strict=True)]
 
     def forced_ends(self) -> list[list[LogitsProcessor]]:

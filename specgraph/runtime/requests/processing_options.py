@@ -132,7 +132,7 @@ def _check_word(name: str, bias: Bias, vocab_size: int) -> None:
 
 
 _penalties = functools.partial(_numbers, off=0.0, allowed="a finite number; 0 is off")
-OPTIONS: dict[str, Option] = {
+LOGIT_OPTIONS: dict[str, Option] = {
     "sequence_bias": Option(
         (),
         functools.partial(
@@ -171,5 +171,5 @@ OPTIONS: dict[str, Option] = {
     "begin_suppress_tokens": Option((), _suppressed(BEGIN), BIASES, "SuppressTokensAtBeginLogitsProcessor"),
 }
 """Every option that changes logits on the device, in the order in which transformers applies them."""
-STATE = {name: value for option in OPTIONS.values() for name, value in option.state.items()}
+OPTION_STATE = {name: value for option in LOGIT_OPTIONS.values() for name, value in option.state.items()}
 """What the options of a sequence fill, by the names of a step's inputs."""
