@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from specgraph.drafters.lookup import HISTORY
+from specgraph.errors import PassError
 from specgraph.ir.graphs import arguments, calls, written_by
 from specgraph.ir.program import Program
 from specgraph.kernels import step
@@ -56,15 +57,25 @@ class InsertProcessors(Pass):
     ensures: ClassVar[frozenset[str]] = frozenset({"processors"})
 
     def apply(self, program: Program) -> PassResult:
-        """Rewrite the step graph; the modules stay as they are."""
+        """Rewrite the step graph; the modules stay as they are.
+
+        Raises:
+            PassError: nothing reads the logits, or a processor has a parameter that is no input of the step.
+        """
         recorded = "history" in program.inputs
         logits = changed = program.one("logits")
         readers = [*logits.users]
         state = {name: program.placeholder(name, buffer) for name, buffer in STATE.items()}
         state |= {name: program.input(name) for name in ("window", "start", "num_forced", "max_length")}
         for op in PROCESSORS:
+            missing = [name for name in parameters(op) if name not in state and name != "logits"]
+            if missing:
+                raise PassError(
+                    f"insert_processors: {op._opname} has the parameter {missing[0]!r}, which is no input of the step; "
+                    "declare it in OPTIONS (passes/insert_processors.py)."
+                )
             given = [changed if name == "logits" else state[name] for name in parameters(op)]
-            changed = insert(min(readers), op, given, name=f"after_{op._opname}")
+            changed = insert(first_of(readers), op, given, name=f"after_{op._opname}")
         for reader in readers:
             read_changed(reader, logits, changed)
         if not recorded:
@@ -75,6 +86,17 @@ class InsertProcessors(Pass):
 def parameters(op: Any) -> list[str]:
     """The names of the arguments of an op."""
     return [argument.name for argument in op._schema.arguments]
+
+
+def first_of(nodes: list[fx.Node]) -> fx.Node:
+    """The one of ``nodes`` that runs first.
+
+    Raises:
+        PassError: there is none.
+    """
+    if not nodes:
+        raise PassError("Nothing reads the logits of the target; a pass that changes them runs behind insert_verify.")
+    return min(nodes)
 
 
 def read_changed(reader: fx.Node, logits: fx.Node, changed: fx.Node) -> None:

@@ -21,7 +21,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.processors import PROCESSORS
 from specgraph.passes.base import Pass, PassResult
-from specgraph.passes.insert_processors import read_changed
+from specgraph.passes.insert_processors import first_of, read_changed
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PauseStep(Pass):
         """Add the node; the modules and the state stay as they are."""
         logits = last_processor(program.one("logits"))
         readers = [*logits.users]
-        with program.graph.inserting_before(min(readers)):
+        with program.graph.inserting_before(first_of(readers)):
             changed = program.call(step.for_host, logits, name="for_host")
         for reader in readers:
             read_changed(reader, logits, changed)

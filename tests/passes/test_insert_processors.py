@@ -15,7 +15,7 @@ from specgraph.kernels.processors import PROCESSORS
 from specgraph.passes.base import Pass
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
-from specgraph.passes.insert_processors import OPTIONS, InsertProcessors
+from specgraph.passes.insert_processors import OPTIONS, STATE, InsertProcessors, first_of
 from specgraph.passes.insert_verify import InsertVerify
 from specgraph.runtime.requests.processing import Bias, Processing
 from specgraph.specialise.index_rows import IndexRows
@@ -123,3 +123,14 @@ def test_a_step_computes_with_what_its_sequence_asks_for() -> None:
     assert torch.equal(plain[0, :2], prompt[0, 1:]) and torch.equal(plain[1, :2], prompt[0, 1:])
     assert torch.equal(state["history"][:, :3], state["window"]) and torch.equal(state["history"][:, 3], plain[:, 2])
     assert int(plain[1, 2]) not in (5, 6, 7)
+
+
+def test_a_parameter_that_is_no_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(STATE, "bias_ends")
+    with pytest.raises(PassError, match="add_biases has the parameter 'bias_ends', which is no input of the step"):
+        built("none", InsertProcessors())
+
+
+def test_logits_that_nothing_reads_are_refused() -> None:
+    with pytest.raises(PassError, match="Nothing reads the logits of the target"):
+        first_of([])

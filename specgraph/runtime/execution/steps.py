@@ -88,9 +88,10 @@ class InFlightStep:
     def refused(self, place: int, bad: int, given: int, count: int) -> tuple[int, SpecgraphError | None]:
         """How many of the ``count`` tokens that came out of the unforced rows of a sequence are right, and why no more.
 
-        All of them and None, if nothing is wrong. ``place`` is that of the sequence, ``bad`` what the step says of its
-        logits (:func:`~specgraph.kernels.step.tokens.bad_rows`) and ``given`` the number of its forced tokens. A row
-        that no token came from does not count: it is behind a rejected draft, or behind an EOS.
+        All of them and None, if nothing is wrong. ``place`` is that of the sequence, and ``given`` the number of its
+        forced tokens. ``bad`` says which of its rows has nothing but -inf
+        (:func:`~specgraph.kernels.step.tokens.bad_rows`); sequences with a NaN are not asked about. A row that no token
+        came from does not count: it is behind a rejected draft, or behind an EOS.
         """
         errors = {} if self.pause is None else dict(self.pause.errors.get(place, {}))
         row = bad - 1 - given
