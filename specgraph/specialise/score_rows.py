@@ -65,9 +65,12 @@ class ScoreRows(Pass):
             name: gathered(program, name) for name in PROCESSING if name not in self.unused
         }  # fmt: skip
         with program.graph.inserting_before(logits.next):
-            tokens = program.call(step.draft_tokens, window, name="given_tokens")
-            scored = program.call(SCORE, logits, tokens, given, name="scored", **options, logprobs=self.logprobs)
-            return [program.call(operator.getitem, scored, i, name=name) for i, name in enumerate(Scored._fields)]
+            tokens = program.graph.call_function(step.draft_tokens, (window,))
+            scored = program.graph.call_function(SCORE, (logits, tokens, given), {**options, "logprobs": self.logprobs})
+            items = [program.graph.call_function(operator.getitem, (scored, i)) for i in range(len(Scored._fields))]
+        for node, name in ((tokens, "given_tokens"), (scored, "scored"), *zip(items, Scored._fields, strict=True)):
+            node.name = name
+        return items
 
 
 def _take_known_rows(program: Program, logits: fx.Node) -> None:
@@ -83,5 +86,7 @@ def _take_known_rows(program: Program, logits: fx.Node) -> None:
 
 def _sweep(program: Program) -> None:
     """Erase all that the output does without, whatever it writes: none of it is state of the target."""
-    program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    for node in reversed(program.graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output"):
+            program.graph.erase_node(node)
     drop_unread(program)
