@@ -12,7 +12,7 @@ from specgraph.runtime.memory.pages import PagePool
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.requests.sampling import Sampling
 from specgraph.runtime.schedule.policy import Policy
-from specgraph.runtime.schedule.prefill import Prefill
+from specgraph.runtime.schedule.prefill import prompt_window
 from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, Overhead
 from specgraph.runtime.schedule.scheduler import Plan, Scheduler
 from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
@@ -33,7 +33,6 @@ class World:
     def __init__(self, policy: Policy, pages: int = 100, **options: Any) -> None:
         self.pages = PagePool(pages, PAGE, 0, reuse=True, weights=[])
         self.scheduler = Scheduler(policy, self.pages, SLOTS, WIDTH, **options)
-        self.prefill = Prefill(WIDTH, SLOTS, 64)
         self.queue: list[ActiveSequence] = []
         self.running: list[ActiveSequence] = []
         self.free = list(range(SLOTS))
@@ -45,13 +44,11 @@ class World:
         """Plan, and carry it out."""
         plan = self.plan()
         del self.queue[: len(plan.entering)], self.free[: len(plan.entering)]
-        for sequence, slot, reserved in plan.entering:
-            sequence.phase, sequence.slot, sequence.reserved = Phase.PREFILL, slot, reserved
-            begin = self.pages.num_shared_tokens(reserved)
-            sequence.prompt = self.prefill.add(slot, sequence.request.prompt, begin)
+        for sequence, slot, reserved, prompt in plan.entering:
+            sequence.phase, sequence.slot, sequence.reserved, sequence.prompt = Phase.PREFILL, slot, reserved, prompt
             self.running.append(sequence)
         if plan.prompts:
-            self.prefill.take({s.slot: count for s, count in plan.prompts.items()})
+            prompt_window([(s.slot, s.prompt, count) for s, count in plan.prompts.items()])
         for sequence in plan.prompts:
             if not sequence.prompt.left:
                 sequence.phase = Phase.DECODE

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 from specgraph.errors import BusyError, InputError
 from specgraph.kernels.step.tokens import NAN_FOUND
@@ -24,7 +24,7 @@ from specgraph.runtime.memory.pages import known_tokens, num_pages
 from specgraph.runtime.memory.slots import Admission, stop
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.schedule.policy import Policy
-from specgraph.runtime.schedule.prefill import Prefill
+from specgraph.runtime.schedule.prefill import prompt_window
 from specgraph.runtime.schedule.scheduler import Entry, Plan, Scheduler
 from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
 from specgraph.specialise.end_chains import StepModule
@@ -56,7 +56,8 @@ class Engine:
         self._ended: list[Output] = []
         self._running: dict[int, ActiveSequence] = {}
         """By slot, in the order in which they entered."""
-        self._prefill = Prefill(runner.width, num_slots, policy.overhead.prompt, within=self.pages.within)
+        self._width = runner.width
+        """Rows of a decode step with the drafter's own K."""
         choose_drafts = None if policy.worth is None else self._worthwhile_drafts
         self._scheduler = Scheduler(policy, self.pages, num_slots, runner.width, choose_drafts)
         self._under_way: deque[InFlightStep] = deque()
@@ -180,13 +181,11 @@ class Engine:
         """Begin sequences in their slots."""
         self._choose_options([new.sequence.request for new in entering], fresh=not self._running)
         admissions = []
-        for sequence, slot, reserved in entering:
-            sequence.phase, sequence.slot, sequence.reserved = Phase.PREFILL, slot, reserved
+        for sequence, slot, reserved, prompt in entering:
+            sequence.phase, sequence.slot, sequence.reserved, sequence.prompt = Phase.PREFILL, slot, reserved, prompt
             self._running[slot] = sequence
-            begin, prompt = self.pages.num_shared_tokens(reserved), sequence.request.prompt
-            sequence.prompt = self._prefill.add(slot, prompt, begin, boundaries=reserved.boundaries)
-            admissions.append(Admission(slot, sequence.request, reserved.pages, begin, reserved.snapshot))
-            self._reused_tokens += begin
+            admissions.append(Admission(slot, sequence.request, reserved.pages, prompt.done, reserved.snapshot))
+            self._reused_tokens += prompt.done
         del self._free_slots[: len(entering)]
         with self._runner.active():
             self.memory.admit(admissions)
@@ -196,13 +195,14 @@ class Engine:
         unused = frozenset.intersection(*(self._unused_by(request) for request in requests))
         self._unused = tuple(sorted(unused if fresh else unused & {*self._unused}))
 
-    def _choose_mode(self, drafts: int | None, waiting: Sequence[ActiveSequence], *, packed: bool = False) -> None:
-        """Run the variant of the step for these options and so many drafts; it pauses for sequences with processors."""
-        paused = any(sequence.request.host for sequence in waiting)
-        ahead = self._policy.worth is not None
+    def _choose_mode(self, plan: Plan) -> None:
+        """Run the variant of the step for what is planned, and for the options in use."""
+        packed, drafts, ahead = bool(plan.prompts), plan.drafts, self._policy.worth is not None
         if ahead and (packed or self._asked.traced):
             drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
-        mode = self._asked._replace(unused=self._unused, drafts=drafts, paused=paused, packed=packed, ahead=ahead)
+        mode = self._asked._replace(
+            unused=self._unused, drafts=drafts, paused=bool(plan.hosted), packed=packed, ahead=ahead
+        )
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
@@ -216,14 +216,14 @@ class Engine:
         """Run one more step: over prompts, and over what the last steps have laid out for sequences that decode."""
         for sequence in plan.decoding:
             sequence.tokens_left -= 1
+        self._choose_mode(plan)
         step = self._enqueue_prompts(plan) if plan.prompts else self._enqueue_decoding(plan)
         self._scheduler.ran(plan, step.results.width)
         return step
 
     def _enqueue_decoding(self, plan: Plan) -> InFlightStep:
         worth, decoding = self._policy.worth, plan.sequences
-        self._choose_mode(plan.drafts, decoding)
-        pause, begin = self._pause(decoding), time.perf_counter()
+        pause, begin = self._pause(plan), time.perf_counter()
         results = self._runner.decode([s.slot for s in decoding], pause)
         if worth is not None and not self._asked.traced:
             seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
@@ -243,11 +243,9 @@ class Engine:
         """What distinguishes steps whose rows cost more from others."""
         return self._asked.logprobs, self._unused
 
-    def _pause(
-        self, sequences: Sequence[ActiveSequence], forced: Sequence[int] = (), going_on: Container[ActiveSequence] = ()
-    ) -> Pause | None:
-        """What the host has to do in a step over these entries, of which the first are ``forced`` if it has prompts."""
-        own = [(entry, s) for entry, s in enumerate(sequences) if s.request.host and s not in going_on]
+    def _pause(self, plan: Plan, forced: Sequence[int] = ()) -> Pause | None:
+        """What the host has to do in a step, whose first sequences are ``forced`` if it runs their prompts."""
+        own = plan.hosted
         if not own:
             return None
         count = len(forced)
@@ -257,23 +255,20 @@ class Engine:
         return Pause([Paused(n, s.request, s.new_tokens, known, given) for n, s, known, given in parts])
 
     def _enqueue_prompts(self, plan: Plan) -> InFlightStep:
-        width = self._prefill.width if plan.drafts is None else plan.drafts + 1
-        counts = {s.slot: count for s, count in plan.prompts.items()}
-        chunk = self._prefill.take(counts, [s.slot for s in plan.decoding], width)
-        going_on = frozenset(s for s in plan.prompts if s.prompt.left)
-        sequences = plan.sequences
-        self._choose_mode(plan.drafts, [s for s in sequences if s not in going_on], packed=True)
-        pause = self._pause(sequences, chunk.forced, going_on)
+        width = self._width if plan.drafts is None else plan.drafts + 1
+        parts = [(s.slot, s.prompt, count) for s, count in plan.prompts.items()]
+        chunk = prompt_window(parts, [s.slot for s in plan.decoding], width, self._width)
+        pause = self._pause(plan, chunk.forced)
         results = self._runner.wide(chunk, pause)
         reached = [(self._running[slot], boundary) for slot, boundary in chunk.reached]
         self.memory.keep_states((s.reserved, s.request.prompt, s.slot, boundary) for s, boundary in reached)
         # Whoever shares these pages runs behind this step.
         for sequence in plan.prompts:
-            if sequence not in going_on:
+            if sequence not in plan.going_on:
                 sequence.phase = Phase.DECODE
                 sequence.tokens_left = sequence.request.limit - sequence.request.prompt.numel() - 1
                 self.pages.offer(sequence.reserved, sequence.request.prompt)
-        return InFlightStep(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause, width - 1)
+        return InFlightStep(results, plan.sequences, chunk.forced, plan.going_on, chunk.num_tokens, pause, width - 1)
 
     def _take_ended(self) -> list[Output]:
         """The ends of sequences without a step: of those that have no room for a token, and of those that are to be
@@ -300,7 +295,6 @@ class Engine:
         """Free the slot and the pages of a sequence that has ended."""
         decoded, sequence.phase = sequence.phase is Phase.DECODE, Phase.DONE
         self._scheduler.ended()
-        self._prefill.drop(sequence.slot)
         if decoded and self.pages.reuses:
             self.pages.offer(sequence.reserved, known_tokens(sequence.request.prompt, sequence.new_tokens))
         self.pages.give_back(sequence.reserved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,23 +79,46 @@ class PendingPrompt:
         return reached
 
 
-class Prefill:
-    """The prompts that are yet to be run, by the slots of their sequences.
+def prompt_window(
+    parts: Sequence[tuple[int, PendingPrompt, int]], decoding: Sequence[int] = (), width: int = 0, columns: int = 0
+) -> Chunk:
+    """A window with the next rows of some prompts, which are then done, beside sequences that decode.
 
     The next tokens of a prompt's rows are known, so they are forced; its last row is the first whose next token is not.
-    A scheduler decides what a window with packed rows has of each prompt (:meth:`take`). Where a window is run as it is
-    (:meth:`chunk`), it has prompts alone, and one with little left to run joins one with much if the padding costs less
-    than a step of its own (:func:`~specgraph.runtime.schedule.prompt_shapes.num_together`).
 
-    Attributes:
-        width: the number of rows of a decode step.
+    Args:
+        parts: of each prompt the slot, what is pending, and how many rows are run.
+        decoding: the slots of sequences that decode in the same step.
+        width: how many rows each of these has at most.
+        columns: the least number of columns.
+    """
+    known = [prompt.known(count) for _, prompt, count in parts]
+    forced = [len(tokens) - 1 for tokens in known]
+    columns = max(columns, *map(len, known))
+    block = np.zeros((len(parts) + len(decoding), 3 + columns), dtype=np.int64)
+    for line, (slot, _, count), tokens in zip(block, parts, known, strict=False):
+        line[:3] = slot, count, len(tokens) - 1
+        line[3 : 3 + len(tokens)] = tokens
+    block[len(parts) :, 0] = decoding
+    block[len(parts) :, 1] = LAID_OUT
+    reached = [(slot, boundary) for slot, prompt, count in parts for boundary in prompt.advance(count)]
+    slots, total = [slot for slot, _, _ in parts], sum(count for _, _, count in parts)
+    num_rows = total + width * len(decoding)
+    return Chunk([*slots, *decoding], forced, total, num_rows, torch.from_numpy(block), reached)
+
+
+class Prefill:
+    """The prompts that are yet to be run in windows of prompts alone, by the slots of their sequences.
+
+    A prompt with little left to run joins one with much if the padding costs less than a step of its own
+    (:func:`~specgraph.runtime.schedule.prompt_shapes.num_together`).
     """
 
     def __init__(self, width: int, slots: int, overhead: int, most_rows: int = MOST_ROWS, *, within: int = 1) -> None:
         """``width`` is the number of rows of a decode step, which no window is narrower than; ``slots`` is the number
         of sequences for which there is room; ``overhead`` is what a step costs besides its rows, in rows; ``most_rows``
         is the most rows of a step of several sequences; ``within`` is that of every :class:`PendingPrompt`."""
-        self.width, self._slots, self._overhead, self._most_rows = width, slots, overhead, most_rows
+        self._width, self._slots, self._overhead, self._most_rows = width, slots, overhead, most_rows
         self._within = within
         self._prompts: dict[int, PendingPrompt] = {}
 
@@ -110,16 +133,12 @@ class Prefill:
         self._prompts[slot] = PendingPrompt(prompt, done, end, list(boundaries), self._within)
         return self._prompts[slot]
 
-    def drop(self, slot: int) -> None:
-        """What is left of the prompt in ``slot``, if anything is, is not wanted any more."""
-        self._prompts.pop(slot, None)
-
     def pending(self) -> list[int]:
         """The slots that still have prompt tokens to run, in the order in which they came."""
         return list(self._prompts)
 
     def chunk(self, most: int) -> Chunk:
-        """The next window that is run as it is; call it while sequences are pending.
+        """The next window; call it while sequences are pending.
 
         It has at most ``most`` columns: the rest of a prompt, or one row less and the token behind it. (There is one
         more column if a token behind the rest is given.)
@@ -127,31 +146,9 @@ class Prefill:
         widths = {slot: prompt.next(most) for slot, prompt in self._prompts.items()}
         waiting = sorted(widths, key=widths.__getitem__, reverse=True)
         taken = num_together([widths[slot] for slot in waiting], self._slots, self._overhead, self._most_rows)
-        return self.take({slot: widths[slot] for slot in sorted(waiting[:taken])})
-
-    def take(self, counts: Mapping[int, int], decoding: Sequence[int] = (), width: int = 0) -> Chunk:
-        """A window with the next rows of some prompts, which are then done, beside sequences that decode.
-
-        Args:
-            counts: the most rows of each prompt, by slot; there are fewer up to a boundary.
-            decoding: the slots of sequences that decode in the same step.
-            width: how many rows each of these has at most.
-        """
-        counts = {slot: self._prompts[slot].up_to_boundary(count) for slot, count in counts.items()}
-        slots = list(counts)
-        known = [self._prompts[slot].known(count) for slot, count in counts.items()]
-        forced = [len(tokens) - 1 for tokens in known]
-        columns = max(self.width, *map(len, known))
-        block = np.zeros((len(slots) + len(decoding), 3 + columns), dtype=np.int64)
-        for line, slot, tokens in zip(block, slots, known, strict=False):
-            line[:3] = slot, counts[slot], len(tokens) - 1
-            line[3 : 3 + len(tokens)] = tokens
-        block[len(slots) :, 0] = decoding
-        block[len(slots) :, 1] = LAID_OUT
-        reached = [(slot, boundary) for slot, n in counts.items() for boundary in self._prompts[slot].advance(n)]
-        for slot in slots:
-            if not self._prompts[slot].left:
-                self.drop(slot)
-        total = sum(counts.values())
-        packed = total + width * len(decoding)
-        return Chunk([*slots, *decoding], forced, total, packed, torch.from_numpy(block), reached)
+        prompts = [(slot, self._prompts[slot]) for slot in sorted(waiting[:taken])]
+        chunk = prompt_window(
+            [(slot, prompt, prompt.up_to_boundary(widths[slot])) for slot, prompt in prompts], columns=self._width
+        )
+        self._prompts = {slot: prompt for slot, prompt in self._prompts.items() if prompt.left}
+        return chunk

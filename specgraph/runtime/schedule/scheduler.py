@@ -7,6 +7,8 @@ pending, a step runs some of their tokens and all sequences that decode; decode 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -14,16 +16,18 @@ from typing import NamedTuple
 
 from specgraph.runtime.memory.pages import PagePool, Reservation
 from specgraph.runtime.schedule.policy import Policy
+from specgraph.runtime.schedule.prefill import PendingPrompt
 from specgraph.runtime.schedule.prompt_shapes import FULL_ROWS, MOST_ROWS, fill, group_size, rows_beside
 from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
 
 
 class Entry(NamedTuple):
-    """A sequence that enters a slot, with the pages that are reserved for it."""
+    """A sequence that enters a slot, with the pages that are reserved for it, and what is to be run of its prompt."""
 
     sequence: ActiveSequence
     slot: int
     reserved: Reservation
+    prompt: PendingPrompt
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,27 @@ class Plan:
         prompts: how many prompt tokens the step runs of each sequence, in the order in which they came.
         decoding: the sequences that decode in the step, by their slots.
         drafts: K for those that decode; None for the drafter's own.
+        going_on: those whose prompt is not at its end with this step.
     """
 
     entering: Sequence[Entry] = ()
     prompts: Mapping[ActiveSequence, int] = field(default_factory=dict)
     decoding: Sequence[ActiveSequence] = ()
     drafts: int | None = None
+    going_on: frozenset[ActiveSequence] = frozenset()
 
     @property
     def sequences(self) -> list[ActiveSequence]:
         """All sequences of the step, in the order of its entries."""
         return [*self.prompts, *self.decoding]
+
+    @functools.cached_property
+    def hosted(self) -> list[tuple[int, ActiveSequence]]:
+        """The sequences whose logits the host changes, behind the entry of each: the step pauses for them.
+
+        No token comes out of a sequence whose prompt goes on, so it is not among them.
+        """
+        return [(n, s) for n, s in enumerate(self.sequences) if s.request.host and s not in self.going_on]
 
 
 class Scheduler:
@@ -70,18 +84,19 @@ class Scheduler:
         ``free`` belong to nobody."""
         decodes = any(sequence.phase is Phase.DECODE for sequence in running)
         entering = self._admitted(waiting, free, decodes)
-        left = {s: s.prompt.left for s in running if s.phase is Phase.PREFILL}
-        left |= {s: s.request.prompt.numel() - self._pages.num_shared_tokens(own) for s, _, own in entering}
+        pending = {s: s.prompt for s in running if s.phase is Phase.PREFILL}
+        pending |= {new.sequence: new.prompt for new in entering}
         # A step gives each of them a token at least. So one whose length is filled by steps under way is left out.
         decoding = sorted([s for s in running if s.phase is Phase.DECODE and s.tokens_left > 0], key=attrgetter("slot"))
-        if left and decoding and not self._policy.joint:
+        if pending and decoding and not self._policy.joint:
             if self._policy.fair and self._ran_prompts:
-                left = {}
+                pending = {}
             else:
                 decoding = []
         drafts = self._choose_drafts(decoding) if decoding else None
-        prompts = self._prompts(left, decoding, self._width if drafts is None else drafts + 1, decodes=decodes)
-        return Plan(entering, prompts, decoding, drafts)
+        prompts = self._prompts(pending, decoding, self._width if drafts is None else drafts + 1, decodes=decodes)
+        going_on = frozenset(s for s, count in prompts.items() if count < pending[s].left)
+        return Plan(entering, prompts, decoding, drafts, going_on)
 
     def ran(self, plan: Plan, width: int) -> None:
         """The step of ``plan`` is enqueued; one that decodes runs ``width`` tokens of a sequence at present."""
@@ -112,18 +127,26 @@ class Scheduler:
             reserved = self._pages.reserve(request.prompt, request.limit)
             if reserved is None:
                 break
-            entering.append(Entry(sequence, slot, reserved))
+            begin, boundaries = self._pages.num_shared_tokens(reserved), [*reserved.boundaries]
+            prompt = PendingPrompt(request.prompt, begin, request.prompt.numel(), boundaries, self._pages.within)
+            entering.append(Entry(sequence, slot, reserved, prompt))
         return entering
 
     def _prompts(
-        self, left: Mapping[ActiveSequence, int], decoding: Sequence[ActiveSequence], width: int, *, decodes: bool
+        self,
+        pending: Mapping[ActiveSequence, PendingPrompt],
+        decoding: Sequence[ActiveSequence],
+        width: int,
+        *,
+        decodes: bool,
     ) -> dict[ActiveSequence, int]:
-        """How many tokens the step runs of the prompts that are pending, of which so many are ``left``."""
-        if not left:
+        """How many tokens the step runs of the prompts that are ``pending``."""
+        if not pending:
             return {}
         budget = self._budget(len(decoding), width, decodes=decodes)
-        counts = fill([*left.values()][:budget], self._policy.chunk, budget, len(decoding), self._width)
-        return dict(zip(left, counts, strict=False))
+        left = [prompt.left for prompt in itertools.islice(pending.values(), budget)]
+        counts = fill(left, self._policy.chunk, budget, len(decoding), self._width)
+        return {s: prompt.up_to_boundary(n) for (s, prompt), n in zip(pending.items(), counts, strict=False)}
 
     def _budget(self, count: int, width: int, *, decodes: bool) -> int:
         """The most prompt tokens of a step in which ``count`` sequences decode, with ``width`` tokens each.
