@@ -154,8 +154,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
         engine, memory, pages = self._engine, self._engine.memory, self._engine.pages
         followed = self._followers.count
         counts = engine.num_free_rows, memory.sizes.rows, pages.num_free, pages.count, engine.num_waiting, followed
-        kept = pages.snapshots
-        copies = (0, 0, 0) if kept is None else (kept.num_known, kept.count, kept.num_bytes)
+        snapshots = pages.snapshots
+        copies = (0, 0, 0) if snapshots is None else (snapshots.num_known, snapshots.count, snapshots.num_bytes)
         return Room(*counts, *copies, memory.used_bytes, memory.num_bytes)
 
     def step(self) -> list[Event]:

@@ -21,7 +21,7 @@ from specgraph.runtime.execution.cuda_graphs import GraphPool, first_error
 from specgraph.runtime.execution.graph_runner import GraphRunner
 from specgraph.runtime.execution.results import Mailbox
 from specgraph.runtime.execution.runner_pool import RunnerPool
-from specgraph.runtime.execution.workspace import PATIENCE, SHRINK_BYTES, Shape, Workspace, room
+from specgraph.runtime.execution.workspace import PATIENCE, SHRINK_BYTES, Shape, Workspace, next_sizes
 from specgraph.runtime.memory.sizes import StateSizes, largest
 from specgraph.runtime.memory.slots import staged
 from specgraph.runtime.schedule.prefill import Chunk
@@ -298,16 +298,16 @@ SMALL, LARGE = (StateSizes(1, m, m, 4 * m) for m in (8, 64))
 
 
 def test_a_state_grows_with_a_request_and_shrinks_after_many_small_ones() -> None:
-    assert room(SMALL, SHRINK_BYTES, [LARGE]) == LARGE
+    assert next_sizes(SMALL, SHRINK_BYTES, [LARGE]) == LARGE
     wide = replace(SMALL, rows=8)
-    assert room(LARGE, SHRINK_BYTES, [wide]) == replace(LARGE, rows=8)
-    assert room(LARGE, SHRINK_BYTES, [SMALL] * (PATIENCE - 1)) == LARGE
-    assert room(LARGE, SHRINK_BYTES, [wide] + [SMALL] * (PATIENCE - 1)) == wide
-    assert room(LARGE, SHRINK_BYTES, [LARGE] + [SMALL] * (PATIENCE - 1)) == LARGE
-    assert room(LARGE, SHRINK_BYTES - 1, [SMALL] * PATIENCE) == LARGE
+    assert next_sizes(LARGE, SHRINK_BYTES, [wide]) == replace(LARGE, rows=8)
+    assert next_sizes(LARGE, SHRINK_BYTES, [SMALL] * (PATIENCE - 1)) == LARGE
+    assert next_sizes(LARGE, SHRINK_BYTES, [wide] + [SMALL] * (PATIENCE - 1)) == wide
+    assert next_sizes(LARGE, SHRINK_BYTES, [LARGE] + [SMALL] * (PATIENCE - 1)) == LARGE
+    assert next_sizes(LARGE, SHRINK_BYTES - 1, [SMALL] * PATIENCE) == LARGE
     quarter = replace(SMALL, num_pages=LARGE.num_pages // 4)
-    assert room(LARGE, SHRINK_BYTES, [quarter] * PATIENCE) == quarter
-    assert room(LARGE, SHRINK_BYTES, [replace(quarter, num_pages=quarter.num_pages + 1)] * PATIENCE) == LARGE
+    assert next_sizes(LARGE, SHRINK_BYTES, [quarter] * PATIENCE) == quarter
+    assert next_sizes(LARGE, SHRINK_BYTES, [replace(quarter, num_pages=quarter.num_pages + 1)] * PATIENCE) == LARGE
 
 
 def test_a_decoder_shrinks_a_large_state(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:

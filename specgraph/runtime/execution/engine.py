@@ -323,8 +323,8 @@ class Engine:
                 tokens, logprobs = tokens[before:], logprobs[before:]
             error = None
             if bad or (pause and pause.errors):
-                kept, error = under_way.refused(place, bad, given, len(tokens))
-                tokens, logprobs = tokens[:kept], logprobs[:kept]
+                right, error = under_way.refused(place, bad, given, len(tokens))
+                tokens, logprobs = tokens[:right], logprobs[:right]
             sequence.new_tokens += tokens
             if sequence.outlook is not None:
                 sequence.outlook.judge(sequence.new_tokens)

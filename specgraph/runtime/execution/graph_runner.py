@@ -61,8 +61,8 @@ class GraphRunner(Runner):
         if pause is None or second is None:
             return self._send(first.packed)
         pause.prepare()
-        kept = self.space.kept[shape]
-        pause.apply(kept.values["for_host"], kept.values["logits"], kept.window.shape[1])
+        paused = self.space.paused[shape]
+        pause.apply(paused.values["for_host"], paused.values["logits"], paused.window.shape[1])
         second.replay()
         return self._send(second.packed)
 
@@ -90,14 +90,14 @@ class GraphRunner(Runner):
         if not isinstance(self._step, PausedStep):
             return self._call(rows, window, room=shape.room)
         values = self._step.begin(**self._given(rows, window, shape.room))
-        self.space.kept[shape] = PausedValues(rows, window, values)
+        self.space.paused[shape] = PausedValues(rows, window, values)
         logits: Tensor = values["for_host"]
         return logits
 
     def _second(self, shape: Shape, read: object, given: Tensor) -> Tensor:
         """The second half of a step, over what its first half has left."""
         assert isinstance(self._step, PausedStep), "only a step that pauses has halves"
-        rows, window, values = self.space.kept[shape._replace(half=1)]
+        rows, window, values = self.space.paused[shape._replace(half=1)]
         return self._pack(self._step.finish(values, **self._given(rows, window, shape.room)), rows)
 
     def _load(self, block: Tensor) -> tuple[Tensor, Tensor]:

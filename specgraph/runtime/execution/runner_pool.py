@@ -20,7 +20,7 @@ from specgraph.runtime.execution.cuda_graphs import GraphPool, Pool
 from specgraph.runtime.execution.graph_runner import GraphRunner
 from specgraph.runtime.execution.plain_mode import plain_mode
 from specgraph.runtime.execution.runner import Runner
-from specgraph.runtime.execution.workspace import PATIENCE, Workspace, bucket, room
+from specgraph.runtime.execution.workspace import PATIENCE, Workspace, bucket, next_sizes
 from specgraph.runtime.memory.pages import PagePool
 from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.sizing import limited, page_size
@@ -33,7 +33,7 @@ class RunnerPool:
     """Hands out a runner to every session, of which a ``generate`` call is one.
 
     One workspace is kept for the next, because with it goes a whole KV cache; sessions side by side have one each. It
-    grows with what sessions need, and then everything is captured anew; it shrinks as :func:`room` says.
+    grows with what sessions need, and then everything is captured anew; it shrinks as :func:`next_sizes` says.
     """
 
     program: Program
@@ -61,12 +61,12 @@ class RunnerPool:
         Raises:
             InputError: there is no memory for a single page.
         """
-        kept = self.idle
-        if kept is None or kept.sizes.rows < sizes.rows or kept.sizes.num_pages < sizes.num_pages:
-            kept_bytes = 0 if kept is None else kept.num_bytes
-            sizes = limited(self.program, self._cache, sizes, self.max_batch_size, kept_bytes)
+        idle = self.idle
+        if idle is None or idle.sizes.rows < sizes.rows or idle.sizes.num_pages < sizes.num_pages:
+            idle_bytes = 0 if idle is None else idle.num_bytes
+            sizes = limited(self.program, self._cache, sizes, self.max_batch_size, idle_bytes)
         else:
-            sizes = dataclasses.replace(sizes, snapshots=kept.sizes.snapshots)
+            sizes = dataclasses.replace(sizes, snapshots=idle.sizes.snapshots)
         if not self.program.captured:
             # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
             least = 2 if self.program.compiled and sizes.rows > 1 else 1
@@ -104,15 +104,15 @@ class RunnerPool:
         """Lines for the report: what is captured in the workspace that is kept for the next request."""
         if not self.program.captured:
             return []
-        kept = self.idle
+        idle = self.idle
         first_use = "every step is a CUDA graph, captured when a request first needs its shape"
-        return [first_use] if kept is None else [first_use, kept.describe()]
+        return [first_use] if idle is None else [first_use, idle.describe()]
 
     def _workspace(self, sizes: StateSizes) -> Workspace:
         with self._lock:
             space, self.idle = self.idle, None
             self._recent.append(sizes)
-            wanted = sizes if space is None else room(space.sizes, space.num_bytes, list(self._recent))
+            wanted = sizes if space is None else next_sizes(space.sizes, space.num_bytes, list(self._recent))
         if space is None or space.sizes != wanted:
             space = None  # freed before the next one is allocated
             pool = self.make_pool(self.program.target.device)

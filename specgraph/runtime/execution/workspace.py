@@ -80,7 +80,7 @@ class Workspace(StateMemory):
     Attributes:
         counters: those of its graphs, which keep their address.
         mailbox: where results of its steps go.
-        kept: what the first halves of steps that pause have left.
+        paused: what the first halves of steps that pause have left.
     """
 
     def __init__(self, program: Program, sizes: StateSizes, pages: PagePool, pool: Pool) -> None:
@@ -92,7 +92,7 @@ class Workspace(StateMemory):
         self.mailbox = Mailbox(sizes.rows, width, columns, device)
         self._pool = pool
         self._graphs: dict[Shape, Captured] = {}
-        self.kept: dict[Shape, PausedValues] = {}
+        self.paused: dict[Shape, PausedValues] = {}
         self._initializers: dict[int, Captured] = {}
         """By the number of sequences that begin."""
         self._weights: dict[int, Tensor] = {}
@@ -156,16 +156,16 @@ def _listed(items: Iterable[object]) -> str:
     return ", ".join(map(str, items)) or "no"
 
 
-def room(kept: StateSizes, kept_bytes: int, recent: Sequence[StateSizes]) -> StateSizes:
-    """The sizes of a state that serves the last of the ``recent`` sessions, where one of sizes ``kept`` is there.
+def next_sizes(idle: StateSizes, idle_bytes: int, recent: Sequence[StateSizes]) -> StateSizes:
+    """The sizes of a state that serves the last of the ``recent`` sessions, where one of sizes ``idle`` is there.
 
     As before if it fits in, and larger if it does not. If the state is large, and the last ``PATIENCE`` sessions needed
     at most a quarter of its pages, what was the most for them.
     """
     lately = largest(recent)
-    if len(recent) >= PATIENCE and kept_bytes >= SHRINK_BYTES and 4 * lately.num_pages <= kept.num_pages:
+    if len(recent) >= PATIENCE and idle_bytes >= SHRINK_BYTES and 4 * lately.num_pages <= idle.num_pages:
         return lately
-    return largest([kept, recent[-1]])
+    return largest([idle, recent[-1]])
 
 
 def bucket(sizes: StateSizes, max_batch_size: int, block_size: int) -> StateSizes:

@@ -65,7 +65,7 @@ class SlotInitializer:
         self._large = [(buffer, there) for _, buffer, there in own if buffer.indexed]
         self._only_processors = kept_for_processors(program)
         self._said = [entry for entry in small if entry[0] in KNOWN]
-        self._kept = [there for name, _, there in small if name not in KNOWN]
+        self._others = [there for name, _, there in small if name not in KNOWN]
         self._fresh = [torch.full_like(there, buffer.fill) for name, buffer, there in small if name not in KNOWN]
         self._device = state["start"].device
         self._blocks: dict[int, tuple[Tensor, list[np.ndarray[Any, Any]]]] = {}
@@ -100,7 +100,7 @@ class SlotInitializer:
         """Begin the sequences of a :meth:`block`, which is on the device, and give their rows, int64 ``[count]``."""
         index, *values = self._parts(block, count)
         fresh = [default[:count] for default in self._fresh]
-        scatter_state_(index, [*(there for _, _, there in self._said), *self._kept], [*values, *fresh])
+        scatter_state_(index, [*(there for _, _, there in self._said), *self._others], [*values, *fresh])
         for buffer, there in self._large:
             there.index_fill_(0, index, buffer.fill)
         return index

@@ -135,18 +135,18 @@ class Snapshots:
 
     def _add(self, buffer: Buffer, tensor: Tensor, count: int) -> None:
         if buffer.chunk is not None:
-            kept = torch.empty(count, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
-            self._pairs.setdefault(tensor.dtype, []).append((tensor, kept))
+            copies = torch.empty(count, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+            self._pairs.setdefault(tensor.dtype, []).append((tensor, copies))
 
     def save(self, taken: Mapping[int, int]) -> None:
         """Copy the state of rows into snapshots; ``taken`` has a row for each snapshot that is written."""
         for pairs in self._pairs.values():
-            _copy([(there[row], kept[snapshot]) for there, kept in pairs for snapshot, row in taken.items()])
+            _copy([(there[row], copies[snapshot]) for there, copies in pairs for snapshot, row in taken.items()])
 
     def load(self, given: Sequence[tuple[int, int]]) -> None:
         """Copy snapshots into rows of the state: pairs of a snapshot and a row."""
         for pairs in self._pairs.values():
-            _copy([(kept[snapshot], there[row]) for there, kept in pairs for snapshot, row in given])
+            _copy([(copies[snapshot], there[row]) for there, copies in pairs for snapshot, row in given])
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -61,9 +61,9 @@ class IncrementalDetokenizer:
     def _whole_up_to(self, end: int, text: str) -> str:
         """What ``text`` of the first ``end`` tokens adds. The window then begins with the tokens that add it."""
         new, rest = text[self._shown :], self._window[end:]
-        kept = self._window[self._whole if new else 0 : end]
-        self._window, self._whole = [*kept, *rest], len(kept)
-        self._shown = len(self._decode(kept))
+        window = self._window[self._whole if new else 0 : end]
+        self._window, self._whole = [*window, *rest], len(window)
+        self._shown = len(self._decode(window))
         return new
 
     def _given_up(self) -> str:

@@ -45,9 +45,9 @@ class Recorder(HostProcessor):
 
     def change(self, rows: Rows) -> None:
         """Keep the rows of a step until it is known how many of them count."""
-        kept = [(self.logits, rows.raw)] if self._wanted.logits else []
-        kept += [(self.scores, rows.logits)] if self._wanted.scores else []
-        self._last = [(there, values.float().clone()) for there, values in kept]
+        parts = [(self.logits, rows.raw)] if self._wanted.logits else []
+        parts += [(self.scores, rows.logits)] if self._wanted.scores else []
+        self._last = [(there, values.float().clone()) for there, values in parts]
 
     def emitted(self, count: int) -> None:
         """Keep the first ``count`` rows for good."""
