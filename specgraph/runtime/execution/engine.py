@@ -229,7 +229,7 @@ class Engine:
             seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
             worth.learn(self._kind(), len(decoding) * results.width, seconds)
         verified = results.width - 1 if plan.drafts is None else plan.drafts
-        return InFlightStep(results, decoding, pause=pause, drafts=verified)
+        return InFlightStep(results, plan, pause=pause, drafts=verified)
 
     def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> int:
         """K for the next step of sequences that decode, by what their drafts are worth."""
@@ -268,7 +268,7 @@ class Engine:
                 sequence.phase = Phase.DECODE
                 sequence.tokens_left = sequence.request.limit - sequence.request.prompt.numel() - 1
                 self.pages.offer(sequence.reserved, sequence.request.prompt)
-        return InFlightStep(results, plan.sequences, chunk.forced, plan.going_on, chunk.num_tokens, pause, width - 1)
+        return InFlightStep(results, plan, chunk.forced, chunk.num_tokens, pause, width - 1)
 
     def _take_ended(self) -> list[Output]:
         """The ends of sequences without a step: of those that have no room for a token, and of those that are to be
@@ -303,13 +303,13 @@ class Engine:
 
     def _read(self, under_way: InFlightStep) -> Step:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
-        count, num_prompts = len(under_way.sequences), len(under_way.forced)
-        read = under_way.results.read(count, logprobs=self._asked.logprobs != "none")
-        told = under_way.results.trace(count) if self._asked.traced else None
-        pause, going_on = under_way.pause, under_way.going_on
+        sequences, num_prompts = under_way.plan.sequences, len(under_way.forced)
+        read = under_way.results.read(len(sequences), logprobs=self._asked.logprobs != "none")
+        told = under_way.results.trace(len(sequences)) if self._asked.traced else None
+        pause, going_on = under_way.pause, under_way.plan.going_on
         outputs, broken, failed = [], [], list[ActiveSequence]()
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.
-        for place, sequence in enumerate(under_way.sequences):
+        for place, sequence in enumerate(sequences):
             if sequence.phase is Phase.DONE:
                 continue
             bad = read.bad[place]

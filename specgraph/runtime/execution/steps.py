@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from specgraph.errors import InputError, NumericsError, SpecgraphError
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import DraftTraceView, Results
+from specgraph.runtime.schedule.scheduler import Plan
 from specgraph.runtime.schedule.sequences import ActiveSequence
 
 
@@ -69,18 +70,16 @@ class InFlightStep:
     """A step that the device may still be running.
 
     Attributes:
-        sequences: those that it runs, in the order of its entries: first those whose prompts it runs, then those that
-            decode.
-        forced: how many next tokens each of the first is given; empty in a decode step.
-        going_on: those whose prompt is not at its end with this step.
+        plan: what it runs.
+        forced: how many next tokens each of the first sequences is given, whose prompts it runs; empty if it runs none.
+        prompt_tokens: how many tokens of prompts it runs.
         pause: what the host did in the middle of it.
         drafts: how many drafts of a sequence it verifies at most.
     """
 
     results: Results
-    sequences: list[ActiveSequence]
-    forced: list[int] = field(default_factory=list)
-    going_on: frozenset[ActiveSequence] = frozenset()
+    plan: Plan
+    forced: Sequence[int] = ()
     prompt_tokens: int = 0
     pause: Pause | None = None
     drafts: int = 0
@@ -95,8 +94,8 @@ class InFlightStep:
         """
         errors = {} if self.pause is None else dict(self.pause.errors.get(place, {}))
         row = bad - 1 - given
-        if 0 <= row < count and row not in errors and not self.sequences[place].request.as_transformers:
-            errors[row] = no_token(self.sequences[place], row)
+        if 0 <= row < count and row not in errors and not self.plan.sequences[place].request.as_transformers:
+            errors[row] = no_token(self.plan.sequences[place], row)
         first = min(errors, default=count)
         return (first, errors[first]) if first < count else (count, None)
 

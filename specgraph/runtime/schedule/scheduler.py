@@ -48,7 +48,7 @@ class Plan:
     drafts: int | None = None
     going_on: frozenset[ActiveSequence] = frozenset()
 
-    @property
+    @functools.cached_property
     def sequences(self) -> list[ActiveSequence]:
         """All sequences of the step, in the order of its entries."""
         return [*self.prompts, *self.decoding]
