@@ -138,9 +138,9 @@ WITH_PREFIX = [torch.cat([SHARED[: 100 - 17 * (index % 3)], tail]) for index, ta
 def poison_unused(session: Session) -> None:
     """Write NaN to all rows of recurrent state, which no sequence has now, and to all snapshots that nobody finds."""
     runner = session._engine._runner
-    assert runner.snapshots is not None and runner.pages.snapshots is not None
+    assert runner.memory.snapshots is not None and runner.pages.snapshots is not None
     used = {*runner.pages.snapshots._known.values()}
-    for there, kept in (pair for pairs in runner.snapshots._pairs.values() for pair in pairs):
+    for there, kept in (pair for pairs in runner.memory.snapshots._pairs.values() for pair in pairs):
         if there.is_floating_point():
             there.fill_(torch.nan)
             kept[[snapshot for snapshot in range(len(kept)) if snapshot not in used]] = torch.nan

@@ -148,7 +148,7 @@ def test_admission_does_not_wait_for_the_device() -> None:
         try:
             for prompt in entering:
                 session.submit(prompt, max_new_tokens=5, eos_token_id=[])
-            session._engine._admit()
+            session._engine._plan()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         for _ in session:

@@ -86,7 +86,7 @@ class Workspace(StateMemory):
     def __init__(self, program: Program, sizes: StateSizes, pages: PagePool, pool: Pool) -> None:
         super().__init__(program, sizes, pages)
         device = program.target.device
-        self.counters = new_counters(device)
+        self.counters = new_counters(device) if self.counters is None else self.counters
         width = self.state["next_window"].shape[1]
         columns = num_columns(width, self.state.get(CONFIDENCE)) + num_traced(width)
         self.mailbox = Mailbox(sizes.rows, width, columns, device)
