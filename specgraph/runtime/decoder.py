@@ -379,20 +379,17 @@ class SpeculativeDecoder:
         sizes = sizes_for(requests, min(self.config.max_batch_size, len(requests)), self._runners.block_size)
         with contextlib.ExitStack() as stack:
             engine = stack.enter_context(self._engines.engine(sizes, call.mode, fair=False))
-            progress = stack.enter_context(_progress(call.requests, show))
+            total = sum(request.prompt.numel() for request in requests if request.has_room)
+            progress = stack.enter_context(Progress("prefill", total, show))
             if alone:
                 stack.enter_context(engine.active())
             stopping = Stopping(engine)
             for number in _longest_first(requests):
                 stopping.add(number, requests[number], call.criteria)
                 engine.submit(number, requests[number])
-            for step in map(stopping.cut, self._engines.steps(engine)):
+            while (step := self._engines.step(engine)) is not None:
                 progress.advance(step.prompt_tokens)
-                yield step
-
-
-def _progress(requests: Sequence[Request], show: bool | None) -> Progress:
-    return Progress("prefill", sum(request.prompt.numel() for request in requests if request.has_room), show)
+                yield stopping.cut(step)
 
 
 def _longest_first(requests: Sequence[Request]) -> list[int]:

@@ -131,17 +131,14 @@ class Engine:
                 # What is enqueued behind the last step has no active sequence, so it is not read.
                 self._under_way.clear()
                 return None
-            lag = self._lag()
+            # No step is under way where the host must know what the last one emitted.
+            lag = 0 if any(s.request.host for s in self._running.values()) else self._runner.lag
             if plan.sequences and len(self._under_way) <= lag:
                 with self._runner.active():
                     self._under_way.append(self._enqueue(plan))
                 if len(self._under_way) <= lag:
                     continue
             return self._read(self._under_way.popleft())
-
-    def _lag(self) -> int:
-        """How many steps may be under way: none where the host must know what the last one emitted."""
-        return 0 if any(s.request.host for s in self._running.values()) else self._runner.lag
 
     def _check(self, request: Request) -> None:
         sizes, needed = self.memory.sizes, num_pages(request.limit, self.pages.block_size)

@@ -71,13 +71,8 @@ class EngineFactory:
                 with self.plain_mode():
                     engine.close()
 
-    def steps(self, engine: Engine) -> Iterator[Step]:
-        """The steps of an engine, with the caller's modes in between."""
-        while (step := self.step(engine)) is not None:
-            yield step
-
     def step(self, engine: Engine) -> Step | None:
-        """One step of an engine; None if there is nothing left to do."""
+        """One step of an engine, behind which the caller's modes are back; None if there is nothing left to do."""
         with self.plain_mode():
             step = engine.step()
         if step is not None and step.host_seconds is not None:
