@@ -193,7 +193,7 @@ class _Packer:
 
     def _places(self, counts: fx.Node, grid: fx.Node, extra: int, call: fx.Node) -> _Packing:
         with self.program.graph.inserting_before(call):
-            options = {"extra": extra} if extra else {}
+            options: dict[str, Any] = {"extra": extra} if extra else {}
             places = self.program.call(step.packed_places, counts, self.room, grid, name="places", **options)
             starts = self.program.call(operator.getitem, places, 0, name="cu_seqlens")
             source = self.program.call(operator.getitem, places, 1, name="source")
@@ -203,7 +203,7 @@ class _Packer:
         """The packed rows of a grid."""
         key = (grid, packing)
         if key not in self.packed:
-            options = {"fill": fill} if fill else {}
+            options: dict[str, Any] = {"fill": fill} if fill else {}
             name = f"packed_{grid.name}"
             self.packed[key] = self.program.call(step.pack_rows, grid, packing.source, name=name, **options)
         return self.packed[key]
@@ -213,8 +213,9 @@ class _Packer:
         module = self.program.modules.unchanged[str(call.target)]
         (inside,) = calls(module.graph, step.row_slots)
         inputs: Any = inside.args
+        options: Any = inside.kwargs
         arguments = [given[node.name] for node in inputs]
-        slots = self.program.call(step.row_slots, *arguments, name="slots", **inside.kwargs)
+        slots = self.program.call(step.row_slots, *arguments, name="slots", **options)
         return self._pack(slots, packing, fill=-1)
 
     def _replace(self, call: fx.Node, new: fx.Node, packing: _Packing) -> None:

@@ -94,7 +94,7 @@ class _Tracer:
     """Adds nodes where the graph of ``program`` inserts. ``sampling`` are the options that shape distributions."""
 
     program: Program
-    sampling: dict[str, fx.Node]
+    sampling: dict[str, Any]
 
     def drawn(self, draws: Sequence[fx.Node]) -> fx.Node:
         """The log-probabilities ``[B, R]`` with which tokens were drawn by ``draws``, which share a vocabulary."""
