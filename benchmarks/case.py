@@ -4,39 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from specgraph.bench.timing import Call
 
-Kind = Literal["linear", "gated", "experts"]
-Shape = tuple[int, ...]
 Make = Callable[[], tuple[Call, dict[str, Call]]]
-
-
-@dataclass(frozen=True)
-class Product:
-    """The product of a linear: its kind, the shape of its weight, and the number of rows."""
-
-    kind: Kind
-    weight: Shape
-    rows: int
 
 
 @dataclass(frozen=True)
 class Case:
     """One kernel at one shape. ``make`` makes new inputs and returns our call and the calls of libraries.
 
-    ``bytes`` are those that the call must read and write. ``product`` is set for linears.
+    ``bytes`` are those that the call must read and write.
     """
 
     kernel: str
     shape: str
     bytes: int
     make: Make
-    product: Product | None = None
 
 
 @dataclass(frozen=True)

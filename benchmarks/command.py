@@ -1,4 +1,4 @@
-"""The arguments of the scripts that time kernels, linears and options, or soak a session.
+"""The arguments of the scripts that time kernels and options, or soak a session.
 
 They are words KEY=VALUE, as for ``python -m specgraph bench``: a key of the configuration or of
 :class:`~specgraph.bench.config.BenchConfig`, to which a script may add some of its own.

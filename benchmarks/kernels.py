@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from benchmarks.case import Case, Place, Product
+from benchmarks.case import Case, Place
 from benchmarks.command import model_config_of, place_of, read_options
 from benchmarks.recurrent import RecurrentCall, prompt_case, recurrent_calls, step_case
 from benchmarks.sizes import Experts, Sizes
@@ -43,7 +43,7 @@ ROTATED_BYTES = 2**28
 of an L2 cache, so that no call finds its weights there."""
 MAX_COPIES = 64
 LIBRARY_FORM = "library form"
-"""The name in tables of an op's variant ``library``, which ``numerics: fast`` takes where that is faster."""
+"""The name in tables of PyTorch's functions for a linear and what lowering joins to it."""
 AFTER_NORM = ("qkv", "delta_rule_in", "gate_up")
 BEFORE_NORM = ("o", "delta_rule_out", "down")
 """The names of the linears (:attr:`~benchmarks.sizes.Sizes.linears`) that lowering joins with a norm."""
@@ -114,16 +114,14 @@ def bench_kernels(
         yield measure(case, options, device, bandwidth)
 
 
-def measure(
-    case: Case, options: BenchConfig, device: torch.device, bandwidth: float, named: str | None = None
-) -> KernelRow:
-    """Time one case and the fastest of its libraries, or the library that is ``named``."""
+def measure(case: Case, options: BenchConfig, device: torch.device, bandwidth: float) -> KernelRow:
+    """Time one case and the fastest of its libraries."""
     copies = min(MAX_COPIES, max(1, math.ceil(ROTATED_BYTES / case.bytes))) if device.type == "cuda" else 1
     made = [case.make() for _ in range(copies)]
     time_of = functools.partial(median_seconds, device, repeats=options.steps, warmup=options.warmup)
     ours = time_of([call for call, _ in made])
     libraries: dict[str, float] = {}
-    for name in made[0][1] if named is None else [named]:
+    for name in made[0][1]:
         with contextlib.suppress(RuntimeError):  # a library that does not support this case is left out
             libraries[name] = time_of([others[name] for _, others in made])
     best = min(libraries, key=libraries.__getitem__, default=None)
@@ -180,8 +178,7 @@ def _linear(place: Place, name: str, inputs: int, outputs: int, rows: int) -> Ca
         )
 
     moved = place.size(outputs * inputs, rows * inputs, rows * outputs)
-    product = Product("linear", (outputs, inputs), rows)
-    return Case("linear", f"{name} {outputs}x{inputs}, {rows} rows", moved, make, product)
+    return Case("linear", f"{name} {outputs}x{inputs}, {rows} rows", moved, make)
 
 
 def _linear_after_norm(place: Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
@@ -205,8 +202,7 @@ def _linear_after_norm(place: Place, name: str, inputs: int, outputs: int, rows:
     width = outputs // 2 if gated else outputs
     moved = place.size(outputs * inputs, rows * inputs, rows * width)
     what = "norm, silu" if gated else "norm"
-    product = Product("gated" if gated else "linear", (outputs, inputs), rows)
-    return Case("linear", f"{name} with {what}, {outputs}x{inputs}, {rows} rows", moved, make, product)
+    return Case("linear", f"{name} with {what}, {outputs}x{inputs}, {rows} rows", moved, make)
 
 
 def _linear_before_norm(place: Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
@@ -225,8 +221,7 @@ def _linear_before_norm(place: Place, name: str, inputs: int, outputs: int, rows
         return ours, {LIBRARY_FORM: separate}
 
     moved = place.size(outputs * inputs, rows * inputs, outputs, 3 * rows * outputs)
-    product = Product("linear", (outputs, inputs), rows)
-    return Case("linear", f"{name} with residual, next norm, {outputs}x{inputs}, {rows} rows", moved, make, product)
+    return Case("linear", f"{name} with residual, next norm, {outputs}x{inputs}, {rows} rows", moved, make)
 
 
 def _grouped_product(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -255,20 +250,7 @@ def _expert_linear(place: Place, name: str, experts: Experts, inputs: int, outpu
 
     moved = place.size(met * outputs * inputs, count * inputs, count * outputs)
     shape = f"{name} {outputs}x{inputs}, {rows} rows, {experts.per_token} of {experts.count} experts, {met} met"
-    product = Product("experts", (experts.count, outputs, inputs), count)
-    return Case("expert_linear", shape, moved, make, product)
-
-
-def step_products(sizes: Sizes, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """The linears and experts of a step for ``rows`` rows, each with everything that lowering joins to it."""
-    place, linears = Place(device, dtype), sizes.linears
-    yield from (_linear_after_norm(place, n, *linears[n], rows) for n in AFTER_NORM if n in linears)
-    yield from (_linear_before_norm(place, n, *linears[n], rows) for n in BEFORE_NORM if n in linears)
-    yield _linear(place, "lm_head", *linears["lm_head"], rows)
-    if sizes.experts is not None:
-        width = sizes.experts.intermediate
-        yield _expert_linear(place, "gate_up", sizes.experts, sizes.hidden, 2 * width, rows)
-        yield _expert_linear(place, "down", sizes.experts, width, sizes.hidden, rows)
+    return Case("expert_linear", shape, moved, make)
 
 
 def _norm(place: Place, width: int, rows: int) -> Case:

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import kernels, linears
+from benchmarks import kernels
 
 
 @pytest.fixture(scope="module", autouse=True)
 def known_bandwidth() -> Iterator[None]:
     """Bandwidth is not measured, which would take seconds; it is 1 GB/s."""
     with pytest.MonkeyPatch.context() as patch:
-        for script in (kernels, linears):
-            patch.setattr(script, "measure_bandwidth", lambda device: 1e9)
+        patch.setattr(kernels, "measure_bandwidth", lambda device: 1e9)
         yield

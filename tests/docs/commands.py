@@ -22,7 +22,6 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.command import read_options
-from benchmarks.linears import LinearOptions
 from benchmarks.soak import SoakOptions
 from specgraph.bench.config import BenchConfig, check_bench_config
 from specgraph.bench.models import SHAPES
@@ -180,7 +179,7 @@ def _pytest(words: list[str]) -> str:
 
 
 BENCHMARKS = ("count_lines", "fetch_models", "real_models", "markdown")
-TIMED = ("kernels", "linears", "options", "soak")
+TIMED = ("kernels", "options", "soak")
 
 
 def _benchmark(name: str, words: list[str]) -> str:
@@ -194,7 +193,7 @@ def _benchmark(name: str, words: list[str]) -> str:
 
 def _timed(name: str, words: list[str]) -> str:
     """A script that times something on a GPU, or for a long time: its keys must exist, and so must what they name."""
-    options = {"linears": LinearOptions, "soak": SoakOptions}.get(name, BenchConfig)
+    options = SoakOptions if name == "soak" else BenchConfig
     config, given = read_options(words, options, {})
     check_bench_config(given)
     for path in (given.target, config.draft.model):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernels, linears
+from benchmarks import kernels
 from specgraph.bench.timing import measure_bandwidth, median_seconds
 from specgraph.cli import main
 
@@ -48,12 +48,6 @@ def test_first_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert [(row["prompt_length"], row["batch"]) for row in rows] == [(100, 1), (100, 4), (700, 1), (700, 4)]
     assert all(row["ms"] > row["limit_ms"] / 2 > 0 and row["peak_bytes"] > 2e9 for row in rows)
-
-
-def test_linears(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = linears.main(["target=llama-3.2-1b-shape", "rows=[1,300]", "steps=3", "warmup=1"])
-    assert len(rows) == 10 and all(row.us > 0 and row.library_us for row in rows)
-    assert "    linear={(3072, 2048): (" in capsys.readouterr().out
 
 
 def test_kernels() -> None:
