@@ -13,7 +13,7 @@ import importlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from benchmarks.command import model_config_of, place_of, read_options
 from benchmarks.recurrent import RecurrentCall, prompt_case, recurrent_calls, step_case
 from benchmarks.sizes import Experts, Sizes
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.report import about_repeats, about_run, column, finish, gather, plot_ratios
+from specgraph.bench.report import Cell, Row, about_repeats, about_run, finish, gather, plot_ratios
 from specgraph.bench.run import dtype_on
 from specgraph.bench.timing import Call, measure_bandwidth, median_seconds
 from specgraph.config.drafters import drafter_options
@@ -71,51 +71,21 @@ def split_maxima(rows: Tensor, split: int, num_warps: int) -> Tensor:
     return maxima
 
 
-@dataclass(frozen=True)
-class KernelRow:
-    """One measurement.
-
-    Attributes:
-        kernel: the name of the op.
-        shape: the sizes of its arguments, in words.
-        us: the median time of a call, in microseconds.
-        bytes: the bytes that it must read and write.
-        limit_us: the time that moving these bytes takes at the measured bandwidth; ``ratio`` is ``us / limit_us``.
-        library_us: the time of the library call, in microseconds.
-        library: the fastest library call that computes the same, or a part of it; None if there is none.
-    """
-
-    kernel: str = field(metadata=column("kernel"))
-    shape: str = field(metadata=column("shape"))
-    us: float = field(metadata=column("us", ".2f"))
-    bytes: int = field(metadata=column("bytes", ","))
-    limit_us: float = field(metadata=column("limit us", ".2f"))
-    ratio: float = field(metadata=column("us/limit", ".2f"))
-    library_us: float | None = field(metadata=column("library us", ".2f"))
-    library: str | None = field(metadata=column("library"))
-
-    @property
-    def label(self) -> str:
-        """What was measured."""
-        return f"{self.kernel}, {self.shape}"
-
-    @property
-    def time(self) -> str:
-        """The time with its unit."""
-        return f"{self.us:.2f} us"
-
-
 def bench_kernels(
     sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float,
     recurrent: Sequence[RecurrentCall] = (),
-) -> Iterator[KernelRow]:  # fmt: skip
+) -> Iterator[Row]:  # fmt: skip
     """Measure every kernel at every shape, one row for each."""
     for case in cases(sizes, options, device, dtype, recurrent):
         yield measure(case, options, device, bandwidth)
 
 
-def measure(case: Case, options: BenchConfig, device: torch.device, bandwidth: float) -> KernelRow:
-    """Time one case and the fastest of its libraries."""
+def measure(case: Case, options: BenchConfig, device: torch.device, bandwidth: float) -> Row:
+    """Time one case and the fastest of its libraries, which compute the same or a part of it.
+
+    The row has the median time of a call, the bytes that it must read and write, the time that moving these takes at
+    the measured bandwidth, and the ratio of the time to this limit. The library is None if there is none.
+    """
     copies = min(MAX_COPIES, max(1, math.ceil(ROTATED_BYTES / case.bytes))) if device.type == "cuda" else 1
     made = [case.make() for _ in range(copies)]
     time_of = functools.partial(median_seconds, device, repeats=options.steps, warmup=options.warmup)
@@ -126,8 +96,21 @@ def measure(case: Case, options: BenchConfig, device: torch.device, bandwidth: f
             libraries[name] = time_of([others[name] for _, others in made])
     best = min(libraries, key=libraries.__getitem__, default=None)
     limit = case.bytes / bandwidth
-    return KernelRow(case.kernel, case.shape, 1e6 * ours, case.bytes, 1e6 * limit, ours / limit,
-                     None if best is None else 1e6 * libraries[best], best)  # fmt: skip
+    library_us = None if best is None else 1e6 * libraries[best]
+    return Row(
+        f"{case.kernel}, {case.shape}",
+        f"{1e6 * ours:.2f} us",
+        {
+            "kernel": Cell(case.kernel, "kernel"),
+            "shape": Cell(case.shape, "shape"),
+            "us": Cell(1e6 * ours, "us", ".2f"),
+            "bytes": Cell(case.bytes, "bytes", ","),
+            "limit_us": Cell(1e6 * limit, "limit us", ".2f"),
+            "ratio": Cell(ours / limit, "us/limit", ".2f"),
+            "library_us": Cell(library_us, "library us", ".2f"),
+            "library": Cell(best, "library"),
+        },
+    )
 
 
 def cases(
@@ -381,7 +364,7 @@ def _flashinfer(place: Place) -> Any:
         return None
 
 
-def main(words: Sequence[str]) -> list[KernelRow]:
+def main(words: Sequence[str]) -> list[Row]:
     """Measure and print every kernel."""
     _, options = read_options(words, BenchConfig, {"what": "kernels"})
     config, (device, name) = model_config_of(options), place_of(options)

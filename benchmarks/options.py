@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.command import read_options, target_of
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.report import about_decoder, about_run, column, finish, gather
+from specgraph.bench.report import Cell, Row, about_decoder, about_run, finish, gather
 from specgraph.bench.steps import check_positions, counts_of, head_of, random_prompts, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -33,39 +32,6 @@ from specgraph.runtime.decoder import SpeculativeDecoder
 Asked = dict[str, Any]
 """Arguments of ``generate``."""
 NOTHING, THESE, HOST = "nothing", "these four", "a Python processor that does nothing"
-
-
-@dataclass(frozen=True)
-class OptionRow:
-    """One option at one batch size and K.
-
-    Attributes:
-        batch: the number of sequences.
-        k: drafts per step and sequence; 0 without a drafter.
-        option: what was asked for.
-        ms: the time of a decode step: the mean of a request, and of these the median over the rounds.
-        over: by how many percent that is more than the same for a request that asks for nothing; None for that one.
-        host_ms: how much of it the host worked while the step waited; None where no step waits for the host.
-        steps: the decode steps of each request.
-    """
-
-    batch: int = field(metadata=column("batch"))
-    k: int = field(metadata=column("K"))
-    option: str = field(metadata=column("option"))
-    ms: float = field(metadata=column("ms/step", ".3f"))
-    over: float | None = field(metadata=column("% over nothing", ".1f"))
-    host_ms: float | None = field(metadata=column("host ms", ".3f"))
-    steps: int = field(metadata=column("steps"))
-
-    @property
-    def label(self) -> str:
-        """What was measured."""
-        return f"batch {self.batch}, K = {self.k}, {self.option}"
-
-    @property
-    def time(self) -> str:
-        """The time with its unit."""
-        return f"{self.ms:.3f} ms per step"
 
 
 class _Round(NamedTuple):
@@ -126,7 +92,7 @@ def _unchanged(tokens: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-def bench_options(model: PreTrainedModel, options: BenchConfig, config: Config) -> Iterator[OptionRow]:
+def bench_options(model: PreTrainedModel, options: BenchConfig, config: Config) -> Iterator[Row]:
     """Measure every K, batch size and option. A decoder is compiled for each K.
 
     Raises:
@@ -147,7 +113,7 @@ def bench_options(model: PreTrainedModel, options: BenchConfig, config: Config) 
         gc.collect()  # frees the graphs and the GPU memory of this decoder before the next one needs memory
 
 
-def measure(decoder: SpeculativeDecoder, options: BenchConfig, batch: int, k: int) -> list[OptionRow]:
+def measure(decoder: SpeculativeDecoder, options: BenchConfig, batch: int, k: int) -> list[Row]:
     """All options at one batch size, after two requests of each, which compile kernels and capture graphs.
 
     The second captures those again for which the first of a later option has taken larger tensors.
@@ -173,20 +139,49 @@ def _request(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: Be
     return _Round(1e3 * stats.decode_seconds / max(steps, 1), waited, steps)
 
 
-def _row(name: str, turns: Sequence[_Round], plain: float, batch: int, k: int) -> OptionRow:
+def _row(name: str, turns: Sequence[_Round], plain: float, batch: int, k: int) -> Row:
     ms = statistics.median(turn.ms for turn in turns)
     waited = [turn.host_ms for turn in turns if turn.host_ms is not None]
     over = None if name == NOTHING else 100 * (ms / plain - 1)
-    return OptionRow(batch, k, name, ms, over, statistics.median(waited) if waited else None, turns[0].steps)
+    return option_row(batch, k, name, ms, over, statistics.median(waited) if waited else None, turns[0].steps)
 
 
-def option_lines(rows: Sequence[OptionRow]) -> list[str]:
+def option_row(
+    batch: int, k: int, option: str, ms: float, over: float | None, host_ms: float | None, steps: int
+) -> Row:  # fmt: skip
+    """The row of one option at one batch size and K.
+
+    Args:
+        batch: the number of sequences.
+        k: drafts per step and sequence; 0 without a drafter.
+        option: what was asked for.
+        ms: the time of a decode step: the mean of a request, and of these the median over the rounds.
+        over: by how many percent that is more than the same for a request that asks for nothing; None for that one.
+        host_ms: how much of it the host worked while the step waited; None where no step waits for the host.
+        steps: the decode steps of each request.
+    """
+    return Row(
+        f"batch {batch}, K = {k}, {option}",
+        f"{ms:.3f} ms per step",
+        {
+            "batch": Cell(batch, "batch"),
+            "k": Cell(k, "K"),
+            "option": Cell(option, "option"),
+            "ms": Cell(ms, "ms/step", ".3f"),
+            "over": Cell(over, "% over nothing", ".1f"),
+            "host_ms": Cell(host_ms, "host ms", ".3f"),
+            "steps": Cell(steps, "steps"),
+        },
+    )
+
+
+def option_lines(rows: Sequence[Row]) -> list[str]:
     """The lines of a Markdown table: a line for every option, and a column for every K and batch size."""
-    places = list(dict.fromkeys((row.k, row.batch) for row in rows))
-    found = {(row.option, row.k, row.batch): row for row in rows}
+    places = list(dict.fromkeys((row["k"], row["batch"]) for row in rows))
+    found = {(row["option"], row["k"], row["batch"]): row for row in rows}
     heads = [f"{f'K = {k}' if k else 'plain'}, batch {batch}" for k, batch in places]
     lines = [f"| | {' | '.join(heads)} | host, ms |", "|---" * (len(places) + 2) + "|"]
-    for option in dict.fromkeys(row.option for row in rows):
+    for option in dict.fromkeys(row["option"] for row in rows):
         own = [found[option, *place] for place in places]
         cells = [_code(option), *map(_time, own), _range(own)]
         lines.append(f"| {' | '.join(cells).rstrip()} |")
@@ -199,17 +194,17 @@ def _code(option: str) -> str:
     return option if " " in name or name == NOTHING else f"`{name}`{comma}{rest}"
 
 
-def _time(row: OptionRow) -> str:
-    return f"{row.ms:.3f}" if row.over is None else f"{row.ms:.3f} ({row.over:+.1f}%)"
+def _time(row: Row) -> str:
+    return f"{row['ms']:.3f}" if row["over"] is None else f"{row['ms']:.3f} ({row['over']:+.1f}%)"
 
 
-def _range(rows: Sequence[OptionRow]) -> str:
+def _range(rows: Sequence[Row]) -> str:
     """The least and the most time of the host, which is one number if they are as good as equal."""
-    shown = [f"{row.host_ms:.1f}" for row in sorted(rows, key=lambda row: row.host_ms or 0) if row.host_ms is not None]
+    shown = [f"{ms:.1f}" for ms in sorted(row["host_ms"] for row in rows if row["host_ms"] is not None)]
     return " to ".join(dict.fromkeys((shown[0], shown[-1]))) if shown else ""
 
 
-def main(words: Sequence[str]) -> list[OptionRow]:
+def main(words: Sequence[str]) -> list[Row]:
     """Measure and print decode steps with each option, and a table in Markdown."""
     given = {"what": "options", "draft": "eagle3", "verify": "synthetic", "batch_sizes": [1, 8]}
     config, options = read_options(words, BenchConfig, {**given, "debug.self_check": False})

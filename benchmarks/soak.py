@@ -402,7 +402,7 @@ def main(words: Sequence[str]) -> list[SoakRow]:
         found.append(row)
         print("\n" + soak_text(row), flush=True)
     if options.json is not None:
-        write_json(options.json, about, found)
+        write_json(options.json, about, [dataclasses.asdict(row) for row in found])
     faults = [fault for row in found for fault in row.faults()]
     if faults:
         raise SpecgraphError(f"The soak of {options.num_requests} requests failed: {'; '.join(faults)}.")

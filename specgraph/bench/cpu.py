@@ -7,7 +7,6 @@ machine that other work slows down slows all of them down. The time of a prompt 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import math
 import time
@@ -24,7 +23,7 @@ from specgraph.bench.config import BenchConfig
 from specgraph.bench.drafts import checkpoint_of, needs_head, with_draft, with_rule
 from specgraph.bench.models import random_head
 from specgraph.bench.peers import transformers_generate
-from specgraph.bench.report import column
+from specgraph.bench.report import Cell, Row
 from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -33,42 +32,6 @@ from specgraph.runtime.decoder import SpeculativeDecoder
 Decode = Callable[[Tensor], tuple[Tensor, list[int]]]
 """From a prompt, 1-D int64, to its new tokens, and how many of them each decode step emitted (empty if unknown)."""
 GENERATE, ASSISTED = "transformers generate", "transformers assisted"
-
-
-@dataclass(frozen=True)
-class CpuRow:
-    """One decoder with one number of threads.
-
-    Attributes:
-        threads: the threads that PyTorch's operations may use.
-        decoder: ``transformers generate``, ``transformers assisted`` and its assistant, or ours, named by the draft.
-        tokens_per_second: new tokens of all prompts, over the sum of the best time of each.
-        to_generate: this speed over that of transformers' ``generate``.
-        to_assisted: this speed over that of transformers' assisted generation with the same draft model; None for
-            others.
-        tokens_per_step: emitted tokens per decode step; None for transformers.
-        equal: how many prompts got the tokens of transformers' ``generate``; None where the rule is lossy.
-        first_s: the seconds of compiling and of the first prompt.
-    """
-
-    threads: int = field(metadata=column("threads"))
-    decoder: str = field(metadata=column("decoder"))
-    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
-    to_generate: float = field(metadata=column("x generate", ".2f"))
-    to_assisted: float | None = field(metadata=column("x assisted", ".2f"))
-    tokens_per_step: float | None = field(metadata=column("tokens/step", ".2f"))
-    equal: str | None = field(metadata=column("equal"))
-    first_s: float = field(metadata=column("first s", ".1f"))
-
-    @property
-    def label(self) -> str:
-        """What was measured."""
-        return f"{self.decoder}, {self.threads} threads"
-
-    @property
-    def time(self) -> str:
-        """The speed with its unit."""
-        return f"{self.tokens_per_second:.1f} tokens/s"
 
 
 @dataclass
@@ -80,9 +43,9 @@ class _Contender:
     assistant: str | None = None
     lossless: bool = True
     first_s: float = 0.0
-    best: dict[int, float] = dataclasses.field(default_factory=dict)
-    tokens: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    steps: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    best: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, Tensor] = field(default_factory=dict)
+    steps: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self, index: int, prompt: Tensor) -> None:
         """Decode one prompt once more."""
@@ -100,9 +63,7 @@ class _Contender:
         return sum(steps) / len(steps) if steps else None
 
 
-def bench_cpu(
-    model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor]
-) -> Iterator[CpuRow]:
+def bench_cpu(model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor]) -> Iterator[Row]:
     """Measure transformers and a decoder for each of ``options.drafts``, with each of ``options.threads``.
 
     Decoders are compiled anew for every number of threads, because compiled code is for one of them.
@@ -111,7 +72,9 @@ def bench_cpu(
         with _threads(threads):
             contenders = list(_contenders(model, options, config))
             for contender in contenders:
-                contender.first_s += _seconds(contender, prompts[0])
+                begin = time.perf_counter()
+                contender.decode(prompts[0])
+                contender.first_s += time.perf_counter() - begin
             for index, prompt in [*enumerate(prompts)] * options.rounds:
                 for contender in contenders:
                     contender.run(index, prompt)
@@ -128,12 +91,6 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _seconds(contender: _Contender, prompt: Tensor) -> float:
-    begin = time.perf_counter()
-    contender.decode(prompt)
-    return time.perf_counter() - begin
 
 
 def _contenders(model: PreTrainedModel, options: BenchConfig, config: Config) -> Iterator[_Contender]:
@@ -176,18 +133,34 @@ def _decoder(model: PreTrainedModel, draft: str, config: Config) -> tuple[Specul
     return decoder, config.verify.rule == "strict"
 
 
-def _rows(threads: int, contenders: Sequence[_Contender]) -> Iterator[CpuRow]:
+def _rows(threads: int, contenders: Sequence[_Contender]) -> Iterator[Row]:
+    """A row for each decoder.
+
+    It has, beside the number of threads that PyTorch's operations may use and the name of the decoder (transformers'
+    ``generate``, its assisted generation with the assistant, or ours, named by the draft):
+
+    - new tokens of all prompts, over the sum of the best time of each, and the ratios of this speed to that of
+      transformers' ``generate`` and to that of assisted generation with the same draft model, if there is one
+    - emitted tokens per decode step, where they are known
+    - how many prompts got the tokens of transformers' ``generate``, where the rule is lossless
+    - the seconds of compiling and of the first prompt
+    """
     generate, *others = contenders
     assisted = {other.assistant: other.speed for other in reversed(others) if other.assistant is not None}
     for one in contenders:
         same = sum(torch.equal(tokens, generate.tokens[index]) for index, tokens in one.tokens.items())
-        yield CpuRow(
-            threads=threads,
-            decoder=one.name,
-            tokens_per_second=one.speed,
-            to_generate=one.speed / generate.speed,
-            to_assisted=None if one.assistant is None else one.speed / assisted[one.assistant],
-            tokens_per_step=one.per_step,
-            equal=f"{same} of {len(one.tokens)}" if one.lossless else None,
-            first_s=one.first_s,
+        to_assisted = None if one.assistant is None else one.speed / assisted[one.assistant]
+        yield Row(
+            f"{one.name}, {threads} threads",
+            f"{one.speed:.1f} tokens/s",
+            {
+                "threads": Cell(threads, "threads"),
+                "decoder": Cell(one.name, "decoder"),
+                "tokens_per_second": Cell(one.speed, "tokens/s", ".1f"),
+                "to_generate": Cell(one.speed / generate.speed, "x generate", ".2f"),
+                "to_assisted": Cell(to_assisted, "x assisted", ".2f"),
+                "tokens_per_step": Cell(one.per_step, "tokens/step", ".2f"),
+                "equal": Cell(f"{same} of {len(one.tokens)}" if one.lossless else None, "equal"),
+                "first_s": Cell(one.first_s, "first s", ".1f"),
+            },
         )

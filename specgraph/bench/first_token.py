@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 
 from specgraph.bench.arithmetic import prompt_flops
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.report import GB, column
+from specgraph.bench.report import GB, Cell, Row
 from specgraph.bench.steps import check_positions, head_of, random_prompts, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -23,45 +22,9 @@ REPEATS = 3
 """How many requests are timed; the fastest counts."""
 
 
-@dataclass(frozen=True)
-class FirstTokenRow:
-    """One measurement.
-
-    Attributes:
-        prompt_length, batch: the length of every prompt, and their number.
-        ms: the time of ``generate`` for one token, from the call to its return; the fastest of three.
-        bytes_ms: the time that reading the weights of the target takes at the measured bandwidth.
-        flops_ms: the time that the operations of the prompts take at the measured rate of a large product
-            (:mod:`specgraph.bench.arithmetic`).
-        limit_ms: the longer of the two; ``ratio`` is ``ms / limit_ms``.
-        first_ms: the time of the first such call, which compiles kernels and captures CUDA graphs.
-        peak_bytes: the most memory that was in use on a GPU; 0 on a CPU.
-    """
-
-    prompt_length: int = field(metadata=column("prompt"))
-    batch: int = field(metadata=column("batch"))
-    ms: float = field(metadata=column("ms", ".3f"))
-    bytes_ms: float = field(metadata=column("bytes ms", ".3f"))
-    flops_ms: float = field(metadata=column("FLOPs ms", ".3f"))
-    limit_ms: float
-    ratio: float = field(metadata=column("ms/limit", ".2f"))
-    first_ms: float = field(metadata=column("first call ms", ".3f"))
-    peak_bytes: int = field(metadata=column("peak GB", ".3f", GB))
-
-    @property
-    def label(self) -> str:
-        """What was measured."""
-        return f"{self.prompt_length} tokens x {self.batch}"
-
-    @property
-    def time(self) -> str:
-        """The time with its unit."""
-        return f"{self.ms:.3g} ms"
-
-
 def bench_first_token(
     model: PreTrainedModel, options: BenchConfig, config: Config, bandwidth: float, rate: float
-) -> Iterator[FirstTokenRow]:
+) -> Iterator[Row]:
     """Measure every length of prompts and batch size; the smallest number of drafts decides about K.
 
     ``bandwidth`` is in bytes per second, ``rate`` in operations per second.
@@ -81,7 +44,19 @@ def bench_first_token(
             yield _measure(decoder, length, batch, bandwidth, rate)
 
 
-def _measure(decoder: SpeculativeDecoder, length: int, batch: int, bandwidth: float, rate: float) -> FirstTokenRow:
+def _measure(decoder: SpeculativeDecoder, length: int, batch: int, bandwidth: float, rate: float) -> Row:
+    """Measure one length and batch size.
+
+    The row has, beside these two:
+
+    - the time of ``generate`` for one token, from the call to its return; the fastest of three
+    - the time that reading the weights of the target takes at the measured bandwidth
+    - the time that the operations of the prompts take at the measured rate of a large product
+      (:mod:`specgraph.bench.arithmetic`)
+    - the longer of the two, which is the limit, and the ratio of the time to it
+    - the time of the first such call, which compiles kernels and captures CUDA graphs
+    - the most memory that was in use on a GPU; 0 on a CPU
+    """
     program = decoder.stages[STAGE]
     device = program.target.device
     if device.type == "cuda":
@@ -92,7 +67,21 @@ def _measure(decoder: SpeculativeDecoder, length: int, batch: int, bandwidth: fl
     flops_ms = 1e3 * batch * prompt_flops(program, length) / rate
     limit = max(bytes_ms, flops_ms)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return FirstTokenRow(length, batch, min(times), bytes_ms, flops_ms, limit, min(times) / limit, first, peak)
+    return Row(
+        f"{length} tokens x {batch}",
+        f"{min(times):.3g} ms",
+        {
+            "prompt_length": Cell(length, "prompt"),
+            "batch": Cell(batch, "batch"),
+            "ms": Cell(min(times), "ms", ".3f"),
+            "bytes_ms": Cell(bytes_ms, "bytes ms", ".3f"),
+            "flops_ms": Cell(flops_ms, "FLOPs ms", ".3f"),
+            "limit_ms": Cell(limit),
+            "ratio": Cell(min(times) / limit, "ms/limit", ".2f"),
+            "first_ms": Cell(first, "first call ms", ".3f"),
+            "peak_bytes": Cell(peak, "peak GB", ".3f", GB),
+        },
+    )
 
 
 def _request_ms(decoder: SpeculativeDecoder, length: int, batch: int, seed: int) -> float:

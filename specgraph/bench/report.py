@@ -1,16 +1,12 @@
-"""Shows measurements as tables, JSON and plots.
-
-A measurement is an object of a dataclass that is a :class:`Row`. A table shows the fields whose metadata is a
-:func:`column`; JSON has all.
-"""
+"""Shows measurements as tables, JSON and plots."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,48 +18,61 @@ from specgraph.plots import draw_times, new_figure, save
 from specgraph.tables import text_table
 
 GB = 1e9
-Plot = Callable[[str, str, Sequence[Any]], None]
+
+
+class Cell(NamedTuple):
+    """A value of a measurement, and how a table shows it.
+
+    Attributes:
+        value: a number, a text or a list of these. JSON has all values.
+        title: of the column in a table. Without a title, tables leave the value out.
+        spec: the format of the cell, in Python's language of formats.
+        unit: the cell shows the value as a multiple of this.
+    """
+
+    value: Any
+    title: str = ""
+    spec: str = ""
+    unit: float = 1
+
+    @property
+    def text(self) -> str:
+        """The value as a table shows it."""
+        return (
+            "-" if self.value is None else format(self.value if self.unit == 1 else self.value / self.unit, self.spec)
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement: what was measured, the time or the speed with its unit, and all values by their names."""
+
+    label: str
+    time: str
+    cells: dict[str, Cell]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.cells[name].value
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All values by their names."""
+        return {name: cell.value for name, cell in self.cells.items()}
+
+
+Plot = Callable[[str, str, Sequence[Row]], None]
 """Draws rows to a file, below a title."""
 
 
-class Row(Protocol):
-    """A measurement: what was measured, and the time or the speed with its unit."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def time(self) -> str: ...
-
-
-R = TypeVar("R", bound=Row)
-
-
-def column(title: str, spec: str = "", unit: float = 1) -> dict[str, Any]:
-    """The metadata of a field that tables show below ``title``, in a format of Python's, as a multiple of ``unit``."""
-    return {"title": title, "spec": spec, "unit": unit}
-
-
-def table(rows: Sequence[Any]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """A table with a line for every row, below the titles of the columns."""
-    shown = [field for field in dataclasses.fields(rows[0]) if field.metadata]
-    cells = [[_cell(getattr(row, field.name), **field.metadata) for field in shown] for row in rows]
-    return text_table(cells, titles(rows[0]), align="right")
+    shown = [[cell for cell in row.cells.values() if cell.title] for row in rows]
+    return text_table([[cell.text for cell in cells] for cells in shown], [c.title for c in shown[0]], align="right")
 
 
-def titles(row: Any) -> list[str]:
-    """The titles of the columns of a row, or of a class of rows."""
-    return [field.metadata["title"] for field in dataclasses.fields(row) if field.metadata]
-
-
-def _cell(value: Any, title: str, spec: str, unit: float) -> str:
-    if value is None:
-        return "-"
-    return format(value if unit == 1 else value / unit, spec)
-
-
-def gather(rows: Iterable[R]) -> list[R]:
+def gather(rows: Iterable[Row]) -> list[Row]:
     """All rows. A line about each is printed as soon as it has been measured."""
-    found: list[R] = []
+    found: list[Row] = []
     for row in rows:
         found.append(row)
         print(f"{row.label}: {row.time}", flush=True)
@@ -111,7 +120,7 @@ def draft_name(config: Config) -> str:
 
 
 def finish(
-    options: BenchConfig, about: Mapping[str, Any], rows: Sequence[Any], plot: Plot | None = None
+    options: BenchConfig, about: Mapping[str, Any], rows: Sequence[Row], plot: Plot | None = None
 ) -> None:  # fmt: skip
     """Print what was measured and the table, and write the JSON and the plot if they were asked for.
 
@@ -122,7 +131,7 @@ def finish(
         raise ConfigError("None of the kernels is installed; install specgraph again.")
     print("\n" + table(rows))
     if options.json is not None:
-        write_json(options.json, about, rows)
+        write_json(options.json, about, [row.values for row in rows])
     if options.plot is not None and plot is not None:
         plot(options.plot, f"{about['target']}, {about['dtype']}, {about['device']}", rows)
 
@@ -132,30 +141,30 @@ def heading(about: Mapping[str, Any]) -> str:
     return text_table([(name, f"{value:,.1f}" if "_per_s" in name else str(value)) for name, value in about.items()])
 
 
-def write_json(path: str, about: Mapping[str, Any], rows: Sequence[Any]) -> None:
-    """Write one JSON object, with what was measured on what, and all fields of all rows."""
-    written = {**about, "rows": [dataclasses.asdict(row) for row in rows]}
+def write_json(path: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write one JSON object, with what was measured on what, and all values of all rows."""
+    written = {**about, "rows": rows}
     Path(path).expanduser().write_text(json.dumps(written, indent=1) + "\n")
 
 
-def plot_times(path: str, title: str, rows: Sequence[Any]) -> None:
+def plot_times(path: str, title: str, rows: Sequence[Row]) -> None:
     """Draw the measured times beside the limit of each, in milliseconds."""
     figure = new_figure(7, 1 + 0.3 * len(rows))
     axes = figure.subplots()
-    draw_times(axes, [row.label for row in rows], [row.ms for row in rows], [row.limit_ms for row in rows])
+    draw_times(axes, [row.label for row in rows], [row["ms"] for row in rows], [row["limit_ms"] for row in rows])
     axes.set(title=title)
     save(figure, path)
 
 
-def plot_ratios(path: str, title: str, rows: Sequence[Any]) -> None:
+def plot_ratios(path: str, title: str, rows: Sequence[Row]) -> None:
     """Draw the ratios of times to their limits, where the times differ by orders of magnitude."""
     figure = new_figure(7, 1 + 0.3 * len(rows))
     axes = figure.subplots()
     places = range(len(rows))
-    axes.barh(places, [row.ratio for row in rows], color="tab:blue")
+    axes.barh(places, [row["ratio"] for row in rows], color="tab:blue")
     axes.axvline(1.0, color="tab:red", linestyle="--")
     for place in places:
-        axes.text(rows[place].ratio, place, f" {rows[place].time}", va="center")
+        axes.text(rows[place]["ratio"], place, f" {rows[place].time}", va="center")
     axes.set(xlabel="time over its limit", yticks=places)
     axes.set_yticklabels([row.label for row in rows])
     axes.invert_yaxis()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -16,6 +16,7 @@ from specgraph.bench.first_token import bench_first_token
 from specgraph.bench.models import SHAPES, random_target
 from specgraph.bench.report import (
     Plot,
+    Row,
     about_decoder,
     about_repeats,
     about_run,
@@ -32,24 +33,6 @@ from specgraph.bench.tune import bench_tune, plot_tuning, recommendation
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
-
-
-class _Given(NamedTuple):
-    """The target, what to measure of it, the prompts of a file if there is one, and the bandwidth of the device."""
-
-    model: PreTrainedModel
-    options: BenchConfig
-    config: Config
-    prompts: Sequence[Tensor] | None
-    bandwidth: float
-
-
-class _Measured(NamedTuple):
-    """The measurements, as they are made, what they say of themselves, and what draws them."""
-
-    rows: Iterator[Any]
-    about: dict[str, Any]
-    plot: Plot | None = None
 
 
 def check_target(name: str) -> None:
@@ -89,62 +72,47 @@ def run(
     if what == "cpu" and device.type != "cpu":
         raise ConfigError(f"bench cpu measures on a CPU, and the model is on {device}; add device=cpu.")
     bandwidth = measure_bandwidth(device)
-    measured = _KINDS[what](_Given(model, options, config, prompts, bandwidth))
-    found = gather(measured.rows)
+    rows, about, plot = _begin(model, options, config, prompts, bandwidth)
+    found = gather(rows)
     if what == "tune":
-        found.sort(key=lambda row: (row.batch, -row.tokens_per_second))
-    finish(options, about_run(options, device, model.dtype, bandwidth) | measured.about, found, measured.plot)
+        found.sort(key=lambda row: (row["batch"], -row["tokens_per_second"]))
+    finish(options, about_run(options, device, model.dtype, bandwidth) | about, found, plot)
     if what == "tune":
         print("\nFastest:\n" + "\n".join(recommendation(found)))
-        return {row.label: f"{row.tokens_per_second:.1f}" for row in found}
+        return {row.label: f"{row['tokens_per_second']:.1f}" for row in found}
     if what == "cpu":
-        return {row.label: f"{row.to_generate:.2f}" for row in found if row.decoder != GENERATE}
-    return {"worst ratio to the limit": f"{max(row.ratio for row in found):.2f}"}
+        return {row.label: f"{row['to_generate']:.2f}" for row in found if row["decoder"] != GENERATE}
+    return {"worst ratio to the limit": f"{max(row['ratio'] for row in found):.2f}"}
 
 
-def _steps(given: _Given) -> _Measured:
-    rows = bench_steps(given.model, given.options, given.config, given.bandwidth)
-    return _Measured(rows, about_repeats(given.options) | about_decoder(given.config), plot_times)
-
-
-def _first_token(given: _Given) -> _Measured:
-    config, rate = given.config, measure_matmul(given.model.device, given.model.dtype)
-    about = {"draft": draft_name(config), "lowering": config.lowering.name, "matmul_tflop_per_s": rate / 1e12}
-    return _Measured(bench_first_token(given.model, given.options, config, given.bandwidth, rate), about, plot_ratios)
-
-
-def _sessions(given: _Given) -> _Measured:
-    model, options, config, prompts, bandwidth = given
-    workload = random_workload(options, _vocab_size(model)) if prompts is None else file_workload(options, prompts)
-    about = {
-        "prompts": "random" if prompts is None else options.prompts,
-        "num_prompts": options.num_prompts,
-        "prompt_tokens": sum(map(len, workload.prompts)),
-        "max_batch_size": config.max_batch_size,
-    }
-    rows = bench_sessions(model, workload, options, config, bandwidth)
-    return _Measured(rows, about | about_decoder(config), plot_ratios)
-
-
-def _cpu(given: _Given) -> _Measured:
-    model, options, config, prompts, _ = given
-    if prompts is None:
-        prompts = random_prompts(_vocab_size(model), options.num_decoded, options.prompt_length)
-    about = {"prompts": len(prompts), "new_tokens": options.new_tokens, "transformers": transformers.__version__}
-    return _Measured(bench_cpu(model, options, config, prompts), about | {"lowering": config.lowering.name})
-
-
-def _tune(given: _Given) -> _Measured:
-    model, options, config, prompts, bandwidth = given
-    about = {"lowering": config.lowering.name, "prompts": f"{len(prompts or ())} of {options.prompts}"}
-    about |= {name: getattr(options, name) for name in ("temperature", "new_tokens", "steps")}
-    return _Measured(bench_tune(model, options, config, prompts or (), bandwidth), about, plot_tuning)
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().vocab_size)
-
-
-_KINDS: dict[str, Callable[[_Given], _Measured]] = {
-    "steps": _steps, "first_token": _first_token, "sessions": _sessions, "cpu": _cpu, "tune": _tune,
-}  # fmt: skip
+def _begin(
+    model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor] | None, bandwidth: float
+) -> tuple[Iterator[Row], dict[str, Any], Plot | None]:
+    """The measurements, which are made one by one, what is said about all of them, and what draws them."""
+    vocab_size, lowering = int(model.config.get_text_config().vocab_size), {"lowering": config.lowering.name}
+    match options.what:
+        case "steps":
+            about = about_repeats(options) | about_decoder(config)
+            return bench_steps(model, options, config, bandwidth), about, plot_times
+        case "first_token":
+            rate = measure_matmul(model.device, model.dtype)
+            about = {"draft": draft_name(config), **lowering, "matmul_tflop_per_s": rate / 1e12}
+            return bench_first_token(model, options, config, bandwidth, rate), about, plot_ratios
+        case "sessions":
+            work = random_workload(options, vocab_size) if prompts is None else file_workload(options, prompts)
+            about = {
+                "prompts": "random" if prompts is None else options.prompts,
+                "num_prompts": options.num_prompts,
+                "prompt_tokens": sum(map(len, work.prompts)),
+                "max_batch_size": config.max_batch_size,
+            }
+            return bench_sessions(model, work, options, config, bandwidth), about | about_decoder(config), plot_ratios
+        case "cpu":
+            given = prompts or random_prompts(vocab_size, options.num_decoded, options.prompt_length)
+            about = {"prompts": len(given), "new_tokens": options.new_tokens, "transformers": transformers.__version__}
+            return bench_cpu(model, options, config, given), about | lowering, None
+        case _:
+            given = prompts or []
+            about = {**lowering, "prompts": f"{len(given)} of {options.prompts}"}
+            about |= {name: getattr(options, name) for name in ("temperature", "new_tokens", "steps")}
+            return bench_tune(model, options, config, given, bandwidth), about, plot_tuning

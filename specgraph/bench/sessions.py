@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.report import column
+from specgraph.bench.report import Cell, Row
 from specgraph.bench.steps import counts_of, head_of, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -34,58 +34,6 @@ from specgraph.runtime.outputs.output import StreamChunk
 Call = dict[str, Any]
 """The arguments of ``generate`` or ``stream``."""
 BATCHES, SESSION = "in batches", "as a session"
-
-
-@dataclass(frozen=True)
-class SessionRow:
-    """One way of decoding all prompts.
-
-    Attributes:
-        k: drafts per step and sequence; 0 without a drafter.
-        how: in batches, or as a session.
-        prompt_steps, decode_steps: steps that ran prompts alone, and those in which sequences decoded.
-        shared_steps: how many of the latter ran prompts, too.
-        new_tokens: emitted tokens of all sequences.
-        acceptance_length: tokens per decode step and sequence.
-        seconds: the time for all prompts.
-        tokens_per_second: emitted tokens over this time; ``speedup`` is the ratio to that of batches.
-        limit_s: the time in which the bytes of all steps can be read at the measured bandwidth; ``share`` is
-            ``limit_s / seconds``. Of prompts only the weights of their steps count, and not the products, which take
-            longer.
-        differing: sequences whose tokens are not those that they got in batches. There are none where a row's bits do
-            not depend on the other rows.
-        compile_s: the seconds of ``compile_speculative``, and of a first round that is not measured.
-    """
-
-    k: int = field(metadata=column("K"))
-    how: str = field(metadata=column("decoded"))
-    prompt_steps: int = field(metadata=column("prompt steps"))
-    decode_steps: int = field(metadata=column("decode steps"))
-    shared_steps: int = field(metadata=column("with prompts"))
-    new_tokens: int = field(metadata=column("tokens"))
-    acceptance_length: float = field(metadata=column("tokens/step", ".2f"))
-    seconds: float = field(metadata=column("s", ".2f"))
-    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
-    speedup: float = field(metadata=column("x batches", ".2f"))
-    limit_s: float = field(metadata=column("limit s", ".2f"))
-    share: float = field(metadata=column("share of limit", ".2f"))
-    differing: int = field(metadata=column("differ"))
-    compile_s: float = field(metadata=column("compile s", ".1f"))
-
-    @property
-    def label(self) -> str:
-        """What was measured."""
-        return f"{self.how}, K = {self.k}"
-
-    @property
-    def time(self) -> str:
-        """The time with its unit."""
-        return f"{self.seconds:.3g} s"
-
-    @property
-    def ratio(self) -> float:
-        """The time over its limit, as other measurements give it."""
-        return 1 / self.share
 
 
 @dataclass(frozen=True)
@@ -138,7 +86,7 @@ def file_workload(options: BenchConfig, prompts: Sequence[Tensor]) -> Workload:
 
 def bench_sessions(
     model: PreTrainedModel, workload: Workload, options: BenchConfig, config: Config, bandwidth: float
-) -> Iterator[SessionRow]:
+) -> Iterator[Row]:
     """Measure every K; a decoder is compiled for each.
 
     No page is shared: the same prompts are decoded several times, which would look like prompts that begin alike.
@@ -156,7 +104,7 @@ def bench_sessions(
 def measure(
     decoder: SpeculativeDecoder, workload: Workload, k: int, bandwidth: float, rounds: int = 1,
     begin: float | None = None,
-) -> list[SessionRow]:  # fmt: skip
+) -> list[Row]:  # fmt: skip
     """Decode a workload in both ways in turn; of ``rounds``, the fastest counts for each.
 
     A round before them, in which kernels are compiled and graphs captured, is streamed, which tells what each step had
@@ -187,24 +135,44 @@ class _Timed:
 def _row(
     decoder: SpeculativeDecoder, k: int, how: str, work: Work, timed: Mapping[str, _Timed], bandwidth: float,
     compile_s: float,
-) -> SessionRow:  # fmt: skip
+) -> Row:  # fmt: skip
+    """The measurement of one way to decode all prompts.
+
+    The row has, beside K and the way:
+
+    - the steps that ran prompts alone, those in which sequences decoded, and how many of the latter ran prompts, too
+    - the emitted tokens of all sequences, per decode step and sequence, and per second, with the ratio of this speed to
+      that of batches
+    - the time for all prompts, and the time in which the bytes of all steps can be read at the measured bandwidth, with
+      the share that this limit is of the time, and its inverse. Of prompts only the weights of their steps count, and
+      not the products, which take longer.
+    - the sequences whose tokens are not those that they got in batches. There are none where a row's bits do not depend
+      on the other rows.
+    - the seconds of ``compile_speculative``, and of a first round that is not measured
+    """
     own, batches = timed[how], timed[BATCHES]
     limit = work.num_bytes(decoder.stages[STAGE], k) / bandwidth
-    return SessionRow(
-        k=k,
-        how=how,
-        prompt_steps=work.prompt_steps,
-        decode_steps=work.decode_steps.total(),
-        shared_steps=work.shared_steps,
-        new_tokens=sum(map(len, own.tokens)),
-        acceptance_length=own.acceptance_length,
-        seconds=own.seconds,
-        tokens_per_second=own.speed,
-        speedup=own.speed / batches.speed,
-        limit_s=limit,
-        share=limit / own.seconds,
-        differing=sum(not torch.equal(a, b) for a, b in zip(own.tokens, batches.tokens, strict=True)),
-        compile_s=compile_s,
+    differing = sum(not torch.equal(a, b) for a, b in zip(own.tokens, batches.tokens, strict=True))
+    return Row(
+        f"{how}, K = {k}",
+        f"{own.seconds:.3g} s",
+        {
+            "k": Cell(k, "K"),
+            "how": Cell(how, "decoded"),
+            "prompt_steps": Cell(work.prompt_steps, "prompt steps"),
+            "decode_steps": Cell(work.decode_steps.total(), "decode steps"),
+            "shared_steps": Cell(work.shared_steps, "with prompts"),
+            "new_tokens": Cell(sum(map(len, own.tokens)), "tokens"),
+            "acceptance_length": Cell(own.acceptance_length, "tokens/step", ".2f"),
+            "seconds": Cell(own.seconds, "s", ".2f"),
+            "tokens_per_second": Cell(own.speed, "tokens/s", ".1f"),
+            "speedup": Cell(own.speed / batches.speed, "x batches", ".2f"),
+            "limit_s": Cell(limit, "limit s", ".2f"),
+            "share": Cell(limit / own.seconds, "share of limit", ".2f"),
+            "ratio": Cell(own.seconds / limit),
+            "differing": Cell(differing, "differ"),
+            "compile_s": Cell(compile_s, "compile s", ".1f"),
+        },
     )
 
 

@@ -7,7 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.models import random_head
-from specgraph.bench.report import GB, column
+from specgraph.bench.report import GB, Cell, Row
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig
 from specgraph.config.draft import LOOKUPS
@@ -24,52 +24,6 @@ from specgraph.drafters.base import DraftHead
 from specgraph.errors import ConfigError
 from specgraph.ir.traffic import STAGE, state_size, step_traffic
 from specgraph.runtime.decoder import SpeculativeDecoder
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """One measurement.
-
-    Attributes:
-        batch: the number of sequences.
-        k: drafts per step and sequence; 0 without a drafter.
-        ms: the median time of a step; ``mean_ms`` is the mean.
-        tokens_per_step: emitted tokens per sequence. With ``verify=synthetic`` they follow from the acceptance rate,
-            unless drafts are looked up, of which a step may have fewer than K; otherwise they are measured.
-        tokens_per_second: emitted tokens of the whole batch, at the median time.
-        target_bytes, draft_bytes, cache_bytes: the bytes of weights, and of keys and values, that one step must read.
-        state_bytes: the bytes of recurrent state that one step must read and write.
-        sequence_bytes: the memory that the recurrent state of one sequence takes, with the rows behind it.
-        limit_ms: the time that moving these bytes takes at the measured bandwidth; ``ratio`` is ``ms / limit_ms``.
-        compile_s: the seconds of ``compile_speculative`` and of the first steps.
-        peak_bytes: the most memory that was in use on a GPU; 0 on a CPU.
-    """
-
-    batch: int = field(metadata=column("batch"))
-    k: int = field(metadata=column("K"))
-    ms: float = field(metadata=column("ms/step", ".3f"))
-    mean_ms: float
-    tokens_per_step: float = field(metadata=column("tokens/step", ".2f"))
-    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
-    target_bytes: int = field(metadata=column("target GB", ".3f", GB))
-    draft_bytes: int = field(metadata=column("draft GB", ".3f", GB))
-    cache_bytes: int = field(metadata=column("cache GB", ".3f", GB))
-    state_bytes: int = field(metadata=column("state GB", ".3f", GB))
-    sequence_bytes: int = field(metadata=column("state GB/seq", ".3f", GB))
-    limit_ms: float = field(metadata=column("limit ms", ".3f"))
-    ratio: float = field(metadata=column("ms/limit", ".2f"))
-    compile_s: float = field(metadata=column("compile s", ".1f"))
-    peak_bytes: int = field(metadata=column("peak GB", ".3f", GB))
-
-    @property
-    def label(self) -> str:
-        """What was measured."""
-        return f"batch {self.batch}, K = {self.k}"
-
-    @property
-    def time(self) -> str:
-        """The time with its unit."""
-        return f"{self.ms:.3f} ms per step"
 
 
 @dataclass(frozen=True)
@@ -81,7 +35,7 @@ class Timed:
     context: float
 
 
-def bench_steps(model: PreTrainedModel, options: BenchConfig, config: Config, bandwidth: float) -> Iterator[StepRow]:
+def bench_steps(model: PreTrainedModel, options: BenchConfig, config: Config, bandwidth: float) -> Iterator[Row]:
     """Measure every K and batch size. A decoder is compiled for each K.
 
     Raises:
@@ -90,7 +44,8 @@ def bench_steps(model: PreTrainedModel, options: BenchConfig, config: Config, ba
     config = dataclasses.replace(config, max_batch_size=max(options.batches))
     counts = counts_of(options, config)
     for k in counts:
-        check_length(model, options, k)
+        keys = f"prompt_length={options.prompt_length} and steps={options.steps} at K = {k}"
+        check_positions(model, options, needed_length(options, k), keys)
     for k in counts:
         own = dataclasses.replace(with_drafts(config, k), max_length=needed_length(options, k))
         head = head_of(model, own)
@@ -109,12 +64,6 @@ def needed_length(options: BenchConfig, k: int) -> int:
     A few steps more are counted, because results are read some steps later.
     """
     return options.prompt_length + (options.warmup + options.steps + 4) * (k + 1) + 1
-
-
-def check_length(model: PreTrainedModel, options: BenchConfig, k: int) -> None:
-    """Refuse measurements that need more positions than the target has."""
-    keys = f"prompt_length={options.prompt_length} and steps={options.steps} at K = {k}"
-    check_positions(model, options, needed_length(options, k), keys)
 
 
 def check_positions(model: PreTrainedModel, options: BenchConfig, needed: int, keys: str) -> None:
@@ -147,11 +96,27 @@ def with_drafts(config: Config, k: int) -> Config:
 
 def _measure(
     decoder: SpeculativeDecoder, options: BenchConfig, batch: int, k: int, compile_s: float, bandwidth: float
-) -> StepRow:
+) -> Row:
+    """Measure one K and batch size.
+
+    The row has, beside the batch and K:
+
+    - the median and the mean time of a step
+    - emitted tokens per sequence and step, and of the whole batch per second at the median time. With
+      ``verify=synthetic`` they follow from the acceptance rate, unless drafts are looked up, of which a step may have
+      fewer than K; otherwise they are measured.
+    - the bytes of weights, and of keys and values, that one step must read, and those of recurrent state that it must
+      read and write
+    - the memory that the recurrent state of one sequence takes, with the rows behind it
+    - the time that moving these bytes takes at the measured bandwidth, and the ratio of the time to this limit
+    - the seconds of ``compile_speculative`` and of the first steps
+    - the most memory that was in use on a GPU; 0 on a CPU
+    """
     program = decoder.stages[STAGE]
-    cuda = program.target.device.type == "cuda"
+    device = program.target.device
+    cuda = device.type == "cuda"
     if cuda:
-        torch.cuda.reset_peak_memory_stats(program.target.device)
+        torch.cuda.reset_peak_memory_stats(device)
     begin = time.perf_counter()
     limits = dataclasses.replace(options, steps=1, warmup=0)
     prompts = random_prompts(program.target.vocab_size, batch, options.prompt_length)
@@ -163,22 +128,26 @@ def _measure(
     rate = decoder.config.verify.acceptance_rate
     synthetic = decoder.config.verify.rule == "synthetic" and not _looks_up(decoder.config.draft)
     emitted = sum(rate**i for i in range(k + 1)) if synthetic else timed.tokens_per_step
-    return StepRow(
-        batch=batch,
-        k=k,
-        ms=1e3 * seconds,
-        mean_ms=1e3 * statistics.fmean(timed.seconds),
-        tokens_per_step=emitted,
-        tokens_per_second=batch * emitted / seconds,
-        target_bytes=traffic.target_weights,
-        draft_bytes=traffic.draft_weights,
-        cache_bytes=traffic.cache,
-        state_bytes=traffic.state,
-        sequence_bytes=state_size(program),
-        limit_ms=1e3 * limit,
-        ratio=seconds / limit,
-        compile_s=compile_s + first,
-        peak_bytes=torch.cuda.max_memory_allocated(program.target.device) if cuda else 0,
+    return Row(
+        f"batch {batch}, K = {k}",
+        f"{1e3 * seconds:.3f} ms per step",
+        {
+            "batch": Cell(batch, "batch"),
+            "k": Cell(k, "K"),
+            "ms": Cell(1e3 * seconds, "ms/step", ".3f"),
+            "mean_ms": Cell(1e3 * statistics.fmean(timed.seconds)),
+            "tokens_per_step": Cell(emitted, "tokens/step", ".2f"),
+            "tokens_per_second": Cell(batch * emitted / seconds, "tokens/s", ".1f"),
+            "target_bytes": Cell(traffic.target_weights, "target GB", ".3f", GB),
+            "draft_bytes": Cell(traffic.draft_weights, "draft GB", ".3f", GB),
+            "cache_bytes": Cell(traffic.cache, "cache GB", ".3f", GB),
+            "state_bytes": Cell(traffic.state, "state GB", ".3f", GB),
+            "sequence_bytes": Cell(state_size(program), "state GB/seq", ".3f", GB),
+            "limit_ms": Cell(1e3 * limit, "limit ms", ".3f"),
+            "ratio": Cell(seconds / limit, "ms/limit", ".2f"),
+            "compile_s": Cell(compile_s + first, "compile s", ".1f"),
+            "peak_bytes": Cell(torch.cuda.max_memory_allocated(device) if cuda else 0, "peak GB", ".3f", GB),
+        },
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Sequence
 
 import torch
@@ -69,7 +69,7 @@ def median_seconds(device: torch.device, calls: Sequence[Call], repeats: int, wa
         run = _captured(calls) if cuda else lambda: [call() for call in calls]
         for _ in range(warmup):
             run()
-        seconds = (_gpu_seconds if cuda else _cpu_seconds)(run, repeats)
+        seconds = _gpu_seconds(run, repeats) if cuda else timeit.repeat(run, repeat=repeats, number=1)
     return statistics.median(seconds) / len(calls)
 
 
@@ -96,12 +96,3 @@ def _gpu_seconds(run: Call, repeats: int) -> list[float]:
         mark.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
-
-
-def _cpu_seconds(run: Call, repeats: int) -> list[float]:
-    seconds = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return seconds

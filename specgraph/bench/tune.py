@@ -11,9 +11,9 @@ import dataclasses
 import gc
 import itertools
 import math
+import operator
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.drafts import checkpoint_of, needs_head, with_draft, with_rule
-from specgraph.bench.report import column
+from specgraph.bench.report import Cell, Row
 from specgraph.bench.steps import check_positions, needed_length, time_steps, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -37,44 +37,7 @@ CLOSE = 0.02
 """Speeds that differ by less than this share are called equally good: step times vary by as much from run to run."""
 
 
-@dataclass(frozen=True)
-class TuneRow:
-    """One drafter, K and rule at one number of sequences.
-
-    Attributes:
-        batch: the number of sequences.
-        draft: what ``draft=`` takes.
-        rule: the verification rule.
-        k: drafts per step and sequence; 0 without a drafter.
-        tokens_per_step: emitted tokens per decode step and sequence, over whole answers; ``error`` is the standard
-            error.
-        ms: the median time of a decode step; ``limit_ms`` is the time that reading its bytes takes.
-        tokens_per_second: emitted tokens of all sequences.
-        to_plain: this over that of plain decoding.
-        acceptance: for each draft position, the share of decode steps that accepted it.
-    """
-
-    batch: int = field(metadata=column("batch"))
-    draft: str = field(metadata=column("draft"))
-    rule: str = field(metadata=column("rule"))
-    k: int = field(metadata=column("K"))
-    tokens_per_step: float = field(metadata=column("tokens/step", ".2f"))
-    error: float = field(metadata=column("+-", ".2f"))
-    ms: float = field(metadata=column("ms/step", ".3f"))
-    limit_ms: float = field(metadata=column("limit ms", ".3f"))
-    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
-    to_plain: float = field(metadata=column("x plain", ".2f"))
-    acceptance: list[float]
-
-    @property
-    def label(self) -> str:
-        """What was measured."""
-        return f"batch {self.batch}, {Path(self.draft).name}" + (f", K = {self.k}, {self.rule}" if self.k else "")
-
-    @property
-    def time(self) -> str:
-        """What a step gives, and the time that it takes."""
-        return f"{self.tokens_per_step:.2f} tokens per step, {self.ms:.3f} ms"
+_speed: Callable[[Row], float] = operator.itemgetter("tokens_per_second")
 
 
 class _Choice(NamedTuple):
@@ -120,7 +83,7 @@ def check_tune(options: BenchConfig) -> None:
 
 def bench_tune(
     model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor], bandwidth: float
-) -> Iterator[TuneRow]:
+) -> Iterator[Row]:
     """Measure every draft, rule, K and number of sequences, plain decoding first. Each choice compiles a decoder.
 
     What a draft does not allow, such as more drafts than it has heads, is printed.
@@ -146,9 +109,7 @@ def bench_tune(
                 errors.append(error)
                 print(f"Not possible: {choice.keys}: {error}", flush=True)
                 continue
-            for row in _measure(decoder, choice, prompts, room, bandwidth):
-                plain.setdefault(row.batch, row.tokens_per_second)
-                yield dataclasses.replace(row, to_plain=row.tokens_per_second / plain[row.batch])
+            yield from _measure(decoder, choice, prompts, room, bandwidth, plain)
             del decoder
             gc.collect()  # frees the graphs and the GPU memory of this decoder before the next one needs memory
         if len(errors) == len(choices):
@@ -172,8 +133,18 @@ def _compile(model: PreTrainedModel, choice: _Choice, config: Config, room: Benc
 
 
 def _measure(
-    decoder: SpeculativeDecoder, choice: _Choice, prompts: Sequence[Tensor], room: BenchConfig, bandwidth: float
-) -> Iterator[TuneRow]:
+    decoder: SpeculativeDecoder, choice: _Choice, prompts: Sequence[Tensor], room: BenchConfig, bandwidth: float,
+    plain: dict[int, float],
+) -> Iterator[Row]:  # fmt: skip
+    """Measure a choice at every number of sequences. ``plain`` gets the speeds of the first choice, plain decoding.
+
+    A row has, beside the number of sequences and the choice:
+
+    - emitted tokens per decode step and sequence, over whole answers, and their standard error
+    - the median time of a decode step, and the time that reading its bytes takes
+    - emitted tokens of all sequences per second, and the ratio of this to that of plain decoding
+    - for each draft position, the share of decode steps that accepted it
+    """
     stats: Stats = decoder.generate(
         list(prompts), max_new_tokens=room.new_tokens, temperature=room.temperature, seed=0
     ).stats
@@ -185,91 +156,95 @@ def _measure(
         timed = time_steps(decoder, some, choice.k, room, room, room.temperature)
         seconds = statistics.median(timed.seconds)
         traffic = step_traffic(program, batch, timed.context, choice.k, timed.tokens_per_step)
-        limit = traffic.total / bandwidth
         per_step = stats.acceptance_length if choice.k else 1.0
-        yield TuneRow(
-            batch=batch,
-            **choice._asdict(),
-            tokens_per_step=per_step,
-            error=stats.acceptance_length_stderr if choice.k else 0.0,
-            ms=1e3 * seconds,
-            limit_ms=1e3 * limit,
-            tokens_per_second=batch * per_step / seconds,
-            to_plain=1.0,
-            acceptance=stats.acceptance_per_position if choice.k else [],
+        speed = batch * per_step / seconds
+        drafted = f", K = {choice.k}, {choice.rule}" if choice.k else ""
+        yield Row(
+            f"batch {batch}, {Path(choice.draft).name}{drafted}",
+            f"{per_step:.2f} tokens per step, {1e3 * seconds:.3f} ms",
+            {
+                "batch": Cell(batch, "batch"),
+                "draft": Cell(choice.draft, "draft"),
+                "rule": Cell(choice.rule, "rule"),
+                "k": Cell(choice.k, "K"),
+                "tokens_per_step": Cell(per_step, "tokens/step", ".2f"),
+                "error": Cell(stats.acceptance_length_stderr if choice.k else 0.0, "+-", ".2f"),
+                "ms": Cell(1e3 * seconds, "ms/step", ".3f"),
+                "limit_ms": Cell(1e3 * traffic.total / bandwidth, "limit ms", ".3f"),
+                "tokens_per_second": Cell(speed, "tokens/s", ".1f"),
+                "to_plain": Cell(speed / plain.setdefault(batch, speed), "x plain", ".2f"),
+                "acceptance": Cell(stats.acceptance_per_position if choice.k else []),
+            },
         )
 
 
-def recommendation(rows: Sequence[TuneRow]) -> list[str]:
+def recommendation(rows: Sequence[Row]) -> list[str]:
     """For each number of sequences the fastest choice, as arguments of the command line, and what is as good as it.
 
     With several numbers of sequences, a last line has the draft and rule that are best over all, with K by load.
     """
-    lines = [_best(batch, [row for row in rows if row.batch == batch]) for batch in _batches(rows)]
+    lines = [_best(batch, [row for row in rows if row["batch"] == batch]) for batch in _batches(rows)]
     return [*lines, _for_all(rows)] if len(lines) > 1 else lines
 
 
-def _batches(rows: Sequence[TuneRow]) -> list[int]:
-    return sorted({row.batch for row in rows})
+def _batches(rows: Sequence[Row]) -> list[int]:
+    return sorted({row["batch"] for row in rows})
 
 
-def _best(batch: int, rows: Sequence[TuneRow]) -> str:
+def _best(batch: int, rows: Sequence[Row]) -> str:
     best = max(rows, key=_speed)
-    found = f"batch {batch}: {_choice(best).keys} ({best.tokens_per_second:.1f} tokens/s, {best.to_plain:.2f} x plain)"
+    speed = f"{_speed(best):.1f} tokens/s, {best['to_plain']:.2f} x plain"
+    found = f"batch {batch}: {_choice(best).keys} ({speed})"
     others = [row for row in sorted(rows, key=_speed, reverse=True) if row is not best and _is_close(row, best)]
     close = "; ".join(_choice(row).keys for row in others)
     return f"{found}; as good within the error: {close}" if close else found
 
 
-def _is_close(row: TuneRow, best: TuneRow) -> bool:
+def _is_close(row: Row, best: Row) -> bool:
     """Whether two errors of the tokens per step, or the variation of times, explain the difference."""
-    share = sum(2 * r.error / r.tokens_per_step for r in (row, best) if not math.isnan(r.error))
-    return row.tokens_per_second >= best.tokens_per_second * (1 - max(share, CLOSE))
+    share = sum(2 * r["error"] / r["tokens_per_step"] for r in (row, best) if not math.isnan(r["error"]))
+    return _speed(row) >= _speed(best) * (1 - max(share, CLOSE))
 
 
-def _for_all(rows: Sequence[TuneRow]) -> str:
+def _for_all(rows: Sequence[Row]) -> str:
     """The draft and rule whose best K for each number of sequences gives the highest mean speed-up."""
     found = {}
-    for draft, rule in dict.fromkeys((row.draft, row.rule) for row in rows):
-        own = [row for row in rows if (row.draft, row.rule) == (draft, rule)]
-        found[draft, rule] = {b: max((row for row in own if row.batch == b), key=_speed) for b in _batches(rows)}
+    for draft, rule in dict.fromkeys((row["draft"], row["rule"]) for row in rows):
+        own = [row for row in rows if (row["draft"], row["rule"]) == (draft, rule)]
+        found[draft, rule] = {b: max((row for row in own if row["batch"] == b), key=_speed) for b in _batches(rows)}
     best = max(
-        found.values(), key=lambda by_batch: statistics.geometric_mean(row.to_plain for row in by_batch.values())
+        found.values(), key=lambda by_batch: statistics.geometric_mean(row["to_plain"] for row in by_batch.values())
     )
     first = next(iter(best.values()))
-    mean = statistics.geometric_mean(row.to_plain for row in best.values())
-    if first.draft == PLAIN:
+    mean = statistics.geometric_mean(row["to_plain"] for row in best.values())
+    if first["draft"] == PLAIN:
         return "for all of these: draft=none; no draft gains anything"
-    keys = f"draft={first.draft} verify={first.rule} {_drafts_by_load(best)}"
+    keys = f"draft={first['draft']} verify={first['rule']} {_drafts_by_load(best)}"
     return f"for all of these: {keys} (on average {mean:.2f} x plain)"
 
 
-def _drafts_by_load(best: dict[int, TuneRow]) -> str:
+def _drafts_by_load(best: dict[int, Row]) -> str:
     """K as the command line takes it: a number, or a table by the least number of sequences for which each is right."""
     table: dict[int, int] = {}
     for batch, row in best.items():
-        if not table or row.k != list(table.values())[-1]:
-            table[batch if table else 1] = row.k
+        if not table or row["k"] != list(table.values())[-1]:
+            table[batch if table else 1] = row["k"]
     if len(table) == 1:
         return f"draft.num_speculative_tokens={table[1]}"
     return f"'draft.num_speculative_tokens={{{','.join(f'{load}:{k}' for load, k in table.items())}}}'"
 
 
-def _choice(row: TuneRow) -> _Choice:
-    return _Choice(row.draft, row.rule, row.k)
+def _choice(row: Row) -> _Choice:
+    return _Choice(row["draft"], row["rule"], row["k"])
 
 
-def _speed(row: TuneRow) -> float:
-    return row.tokens_per_second
-
-
-def plot_tuning(path: str, title: str, rows: Sequence[TuneRow]) -> None:
+def plot_tuning(path: str, title: str, rows: Sequence[Row]) -> None:
     """Draw acceptance by position for each draft and rule at the largest K, and the step times of everything."""
     figure = new_figure(12, max(4, 1 + 0.25 * len(rows)))
     left, right = figure.subplots(1, 2)
-    longest = sorted((row for row in rows if row.k), key=lambda row: row.k)
-    names = {f"{Path(row.draft).name}, {row.rule}": row.acceptance for row in longest}
+    longest = sorted((row for row in rows if row["k"]), key=lambda row: row["k"])
+    names = {f"{Path(row['draft']).name}, {row['rule']}": row["acceptance"] for row in longest}
     draw_acceptance(left, dict(sorted(names.items())))
-    draw_times(right, [row.label for row in rows], [row.ms for row in rows], [row.limit_ms for row in rows])
+    draw_times(right, [row.label for row in rows], [row["ms"] for row in rows], [row["limit_ms"] for row in rows])
     figure.suptitle(title)
     save(figure, path)

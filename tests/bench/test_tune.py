@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from specgraph.bench.tune import TuneRow, recommendation
+from specgraph.bench.report import Cell, Row
+from specgraph.bench.tune import recommendation
 from specgraph.cli import main
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts, saved
@@ -26,12 +27,14 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def row(batch: int, draft: str, k: int, per_step: float, ms: float, **options: Any) -> TuneRow:
+def row(batch: int, draft: str, k: int, per_step: float, ms: float, **options: Any) -> Row:
     speed = batch * per_step / ms * 1e3
     plain = batch * 1e3 / {1: 10.0, 8: 20.0}[batch]
-    values = {"rule": "strict", "error": 0.01, "limit_ms": 1.0, "acceptance": [0.5] * k, **options}
-    return TuneRow(batch=batch, draft=draft, k=k, tokens_per_step=per_step, ms=ms, tokens_per_second=speed,
-                   to_plain=speed / plain, **values)  # fmt: skip
+    values = {
+        "batch": batch, "draft": draft, "rule": "strict", "k": k, "tokens_per_step": per_step, "error": 0.01, "ms": ms,
+        "tokens_per_second": speed, "to_plain": speed / plain, **options,
+    }  # fmt: skip
+    return Row("", "", {name: Cell(value) for name, value in values.items()})
 
 
 PLAIN = [row(1, "none", 0, 1.0, 10.0, error=0.0), row(8, "none", 0, 1.0, 20.0, error=0.0)]

@@ -45,13 +45,13 @@ def test_table_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     given = ["target=tiny-shape", "device=cpu", "batch_sizes=[2]", "num_speculative_tokens=[2]", "prompt_length=9"]
     found = main([*given, "steps=3", "warmup=1", f"json={written}", f"plot={drawn}"])
     assert "library us" in capsys.readouterr().out and drawn.read_text().startswith("<?xml")
-    assert json.loads(written.read_text())["rows"] == [dataclasses.asdict(row) for row in found]
-    assert {row.kernel for row in found} == {
+    assert json.loads(written.read_text())["rows"] == [row.values for row in found]
+    assert {row["kernel"] for row in found} == {
         "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup", "suffix_lookup"
     }  # fmt: skip
     alone = {"ngram_lookup", "suffix_lookup"}  # which PyTorch has no form of that could be captured
-    assert all(row.us > 0 and bool(row.library_us) == (row.kernel not in alone) for row in found)
-    moved = {(row.kernel, row.shape): row.bytes for row in found}
+    assert all(row["us"] > 0 and bool(row["library_us"]) == (row["kernel"] not in alone) for row in found)
+    moved = {(row["kernel"], row["shape"]): row["bytes"] for row in found}
     assert moved["linear", "gate_up with norm, silu, 384x64, 2 rows"] == 4 * (384 * 64 + 2 * 64 + 2 * 192)
     assert moved["verify", "batch 2, K = 2, 512 tokens, greedy"] == 4 * 2 * 3 * 512
     attended = 2 * 2 * 2 * 16 * (9 + 2 * 3) + 2 * 2 * 3 * 64

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import options as bench
-from benchmarks.options import HOST, NOTHING, THESE, OptionRow, every_option, main, measure, option_lines
+from benchmarks.options import HOST, NOTHING, THESE, every_option, main, measure, option_lines, option_row
 from specgraph.bench.config import BenchConfig
 from specgraph.ir.traffic import STAGE
 from specgraph.runtime.decoder import SpeculativeDecoder
@@ -48,8 +48,8 @@ def test_options_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatc
     rows = measure(decoder(), BenchConfig(target="x", rounds=3), 8, 3)
     assert asked == [[], ["output_logits"]] * 5
     assert rows == [
-        OptionRow(8, 3, NOTHING, 4.0, None, None, 7),
-        OptionRow(8, 3, "output_logits", 5.0, pytest.approx(25.0), 0.25, 7),
+        option_row(8, 3, NOTHING, 4.0, None, None, 7),
+        option_row(8, 3, "output_logits", 5.0, pytest.approx(25.0), 0.25, 7),
     ]  # fmt: skip
 
 
@@ -86,23 +86,23 @@ def test_table_json_and_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert any("% over nothing" in line for line in shown)
     found = json.loads(written.read_text())
     assert (found["what"], found["draft"], found["verify"]) == ("options", "eagle3 (random)", "synthetic")
-    assert [OptionRow(**row) for row in found["rows"]] == rows
-    names = [name for name in NAMES if name in {row.option for row in rows}]  # a library may not be there
-    assert [(row.batch, row.option) for row in rows] == [(batch, name) for batch in (1, 2) for name in names]
+    assert [option_row(**row) for row in found["rows"]] == rows
+    names = [name for name in NAMES if name in {row["option"] for row in rows}]  # a library may not be there
+    assert [(row["batch"], row["option"]) for row in rows] == [(batch, name) for batch in (1, 2) for name in names]
     for row in rows:
-        assert row.steps > 0 and row.k == 2 and (row.host_ms is not None) == (row.option in WAITING)
+        assert row["steps"] > 0 and row["k"] == 2 and (row["host_ms"] is not None) == (row["option"] in WAITING)
     assert shown[-len(names) - 2 :] == option_lines(rows)
 
 
 def test_lines_are_those_of_the_documentation() -> None:
     suppressed = NAMES[4]
     rows = [
-        OptionRow(1, 0, NOTHING, 3.8181, None, None, 9),
-        OptionRow(1, 0, suppressed, 3.84, 0.57, None, 9),
-        OptionRow(1, 0, HOST, 4.3, 12.6, 3.94, 9),
-        OptionRow(8, 0, NOTHING, 3.9, None, None, 9),
-        OptionRow(8, 0, suppressed, 3.95, 1.28, None, 9),
-        OptionRow(8, 0, HOST, 5.0, 28.2, 5.41, 9),
+        option_row(1, 0, NOTHING, 3.8181, None, None, 9),
+        option_row(1, 0, suppressed, 3.84, 0.57, None, 9),
+        option_row(1, 0, HOST, 4.3, 12.6, 3.94, 9),
+        option_row(8, 0, NOTHING, 3.9, None, None, 9),
+        option_row(8, 0, suppressed, 3.95, 1.28, None, 9),
+        option_row(8, 0, HOST, 5.0, 28.2, 5.41, 9),
     ]
     assert option_lines(rows) == [
         "| | plain, batch 1 | plain, batch 8 | host, ms |",

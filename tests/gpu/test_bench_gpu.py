@@ -52,10 +52,10 @@ def test_first_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_kernels() -> None:
     rows = kernels.main(SMALL)
-    assert {row.kernel for row in rows} == {
+    assert {row["kernel"] for row in rows} == {
         "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup", "suffix_lookup"
     }  # fmt: skip
-    assert all(row.us > 0 and row.library_us for row in rows)
+    assert all(row["us"] > 0 and row["library_us"] for row in rows)
 
 
 def test_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
