@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
-from specgraph.explore.reading import Dump
+from specgraph.explore.reading import Dump, checked
 from specgraph.runtime.outputs.trace import FORMAT
 
-T = TypeVar("T")
 AGAIN = "write it again with python -m specgraph generate trace=FILE"
 ACCEPTED, REJECTED, BEHIND, ENDED, CUT = "accepted", "rejected", "behind", "ended", "cut"
 WHY = {
@@ -50,38 +49,17 @@ WHY = {
 target chose in its place, and ``{ratio}`` is p/q."""
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A draft: its token and text, what became of it (a key of :data:`WHY`), and its probabilities if known.
-
-    ``rank`` is that of the token under the target. Traces of earlier versions do not have it.
-    """
-
-    token: int
-    text: str | None
-    verdict: str
-    target: float | None
-    draft: float | None
-    rank: int | None
-
-
-@dataclass(frozen=True)
-class TraceStep:
-    """What a step did for a sequence, as :class:`~specgraph.runtime.outputs.trace.TracedStep` describes it, with texts.
-
-    ``own`` and ``own_rank`` are of the target's own token. Traces of earlier versions do not have them.
-    """
-
-    step: int
-    sequence: int
-    position: int
-    seconds: float
-    prompt: bool
-    drafts: tuple[Draft, ...]
-    tokens: tuple[int, ...]
-    texts: tuple[str, ...] | None
-    own: float | None
-    own_rank: int | None
+DRAFT: Mapping[str, Any] = {"token": int, "accepted": bool, "target": float | int | None, "draft": float | int | None}
+STEP: Mapping[str, Any] = {
+    "tokens": list, "step": int, "sequence": int, "position": int, "seconds": float | int, "prompt": bool,
+    "drafts": list,
+}  # fmt: skip
+"""What every line of a trace says of a step, and of each of its drafts, with the types of the values."""
+NEWER = {"texts": None, "own": None, "own_rank": None}
+"""What a line may lack: traces without texts, and those of earlier versions."""
+TraceStep = Mapping[str, Any]
+"""What a step did for a sequence: a line of the file, as :class:`~specgraph.runtime.outputs.trace.TracedStep` describes
+it. Each of its drafts also has a ``verdict``, which is a key of :data:`WHY`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +78,7 @@ class TraceFile:
     @property
     def decoding(self) -> list[TraceStep]:
         """The steps that verified drafts."""
-        return [step for step in self.steps if not step.prompt]
+        return [step for step in self.steps if not step["prompt"]]
 
 
 def read_trace(path: str | Path) -> TraceFile:
@@ -128,7 +106,7 @@ def read_trace(path: str | Path) -> TraceFile:
         steps = [_step(record) for record in records[1:]]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"trace={path} is damaged ({error!r}); {AGAIN}.") from None
-    if any(not 0 <= step.sequence < len(prompts) for step in steps):
+    if any(not 0 <= step["sequence"] < len(prompts) for step in steps):
         raise ConfigError(f"trace={path} is damaged (a step is of a sequence without a prompt); {AGAIN}.")
     return TraceFile({key: value for key, value in about.items() if key not in ("prompts", "texts")}, prompts, steps)
 
@@ -147,7 +125,7 @@ def check_same(trace: TraceFile, dump: Dump, path: str | Path) -> None:
                 "give both commands the same model and options."
             )
     size = dump.record.get("vocab_size")
-    most = max((token for step in trace.steps for token in step.tokens), default=0)
+    most = max((token for step in trace.steps for token in step["tokens"]), default=0)
     if size is not None and most >= size:
         raise ConfigError(f"trace={path} is of another decoder than the dump: token {most} of a vocabulary of {size}.")
 
@@ -157,12 +135,12 @@ def acceptance(trace: TraceFile) -> list[dict[str, int]]:
     many were accepted."""
     rows: list[dict[str, int]] = []
     for step in trace.decoding:
-        for place, draft in enumerate(step.drafts):
+        for place, draft in enumerate(step["drafts"]):
             if place == len(rows):
                 rows.append({"verified": 0, "reached": 0, "accepted": 0})
             rows[place]["verified"] += 1
-            rows[place]["reached"] += draft.verdict in (ACCEPTED, REJECTED)
-            rows[place]["accepted"] += draft.verdict == ACCEPTED
+            rows[place]["reached"] += draft["verdict"] in (ACCEPTED, REJECTED)
+            rows[place]["accepted"] += draft["verdict"] == ACCEPTED
     return rows
 
 
@@ -197,42 +175,23 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     return found
 
 
-def _step(record: Mapping[str, Any]) -> TraceStep:
-    tokens, texts = tuple(int(token) for token in record["tokens"]), record.get("texts")
-    drafts = [_draft(draft) for draft in record["drafts"]]
-    return TraceStep(
-        int(record["step"]), int(record["sequence"]), int(record["position"]), float(record["seconds"]),
-        bool(record["prompt"]), tuple(_judged(drafts, tokens)), tokens,
-        None if texts is None else tuple(str(text) for text in texts), _given(float, record.get("own")),
-        _given(int, record.get("own_rank")),
-    )  # fmt: skip
-
-
-def _draft(record: Mapping[str, Any]) -> Draft:
-    return Draft(
-        int(record["token"]), _given(str, record.get("text")), ACCEPTED if record["accepted"] else REJECTED,
-        _given(float, record["target"]), _given(float, record["draft"]), _given(int, record.get("rank")),
-    )  # fmt: skip
-
-
-def _given(kind: Callable[[Any], T], value: Any) -> T | None:
-    return None if value is None else kind(value)
-
-
-def _judged(drafts: Sequence[Draft], tokens: Sequence[int]) -> list[Draft]:
-    """The drafts with the verdicts of those that were not accepted.
+def _step(record: dict[str, Any]) -> TraceStep:
+    """A line of the file, with the verdicts about its drafts.
 
     The step emitted the accepted drafts and one more token, unless the last accepted draft ended the sequence. If that
     token is the next draft itself, no rule has rejected it: the sequence was at its limit.
     """
-    first = sum(draft.verdict == ACCEPTED for draft in drafts)
+    tokens, drafts = checked(record, STEP)["tokens"], [checked(draft, DRAFT) for draft in record["drafts"]]
+    first = sum(draft["accepted"] for draft in drafts)
     if len(tokens) == first:
-        verdicts = [ENDED] * (len(drafts) - first)
-    elif first < len(drafts) and drafts[first].token == tokens[first]:
-        verdicts = [CUT] * (len(drafts) - first)
+        verdicts = [ENDED] * len(drafts)
+    elif first < len(drafts) and drafts[first]["token"] == tokens[first]:
+        verdicts = [CUT] * len(drafts)
     else:
-        verdicts = [REJECTED, *[BEHIND] * len(drafts)][: len(drafts) - first]
-    return [*drafts[:first], *(replace(d, verdict=v) for d, v in zip(drafts[first:], verdicts, strict=True))]
+        verdicts = [REJECTED, *[BEHIND] * len(drafts)]
+    judged = zip(drafts, [*[ACCEPTED] * first, *verdicts], strict=False)
+    known = [{"text": None, "rank": None, **draft, "verdict": verdict} for draft, verdict in judged]
+    return {**NEWER, **record, "drafts": known}
 
 
 def _ids(ids: Sequence[int]) -> str:

@@ -6,8 +6,8 @@ import html
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -130,10 +130,8 @@ def _file(name: str) -> str:
 def _sizes(dump: Dump, trace: TraceFile | None) -> dict[str, int]:
     """The sizes for which bytes are given: of the largest step of the trace, or of one sequence."""
     steps = [] if trace is None else trace.decoding
-    counts: dict[int, int] = {}
-    for step in steps:
-        counts[step.step] = counts.get(step.step, 0) + 1
-    longest = max((step.position + len(step.tokens) for step in steps), default=UNKNOWN_LENGTH)
+    counts = Counter(step["step"] for step in steps)
+    longest = max((step["position"] + len(step["tokens"]) for step in steps), default=UNKNOWN_LENGTH)
     return decode_sizes(int(dump.record.get("num_speculative_tokens", 0)), max(counts.values(), default=1), longest)
 
 
@@ -141,7 +139,7 @@ def _trace(trace: TraceFile, times: dict[str, Any]) -> dict[str, Any]:
     return {
         "about": trace.about,
         "prompts": trace.prompts,
-        "steps": [asdict(step) for step in trace.steps],
+        "steps": trace.steps,
         "acceptance": acceptance(trace),
         "why": why(trace.rule),
         "times": times,

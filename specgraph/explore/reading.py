@@ -128,10 +128,10 @@ def read_dump(folder: str | Path) -> Dump:
     path = folder / RECORD
     record = _mapping(path)
     try:
-        made = {entry["stage"]: _checked(entry, PASS) for entry in _is(list, record.get("passes", []))}
+        made = {entry["stage"]: checked(entry, PASS) for entry in _is(list, record.get("passes", []))}
         stages = _is(dict, record["stages"])
         record = {key: value for key, value in record.items() if key not in ("passes", "stages")}
-        _checked(record, COMPILATION if made else {})
+        checked(record, COMPILATION if made else {})
         record["functions"] = {name: _is(str, text) for name, text in _is(dict, record.get("functions", {})).items()}
         folders = {name: folder / _is(str, place) for name, place in stages.items()}
         found = [_stage(place, name, made.get(name, {})) for name, place in folders.items()]
@@ -142,7 +142,7 @@ def read_dump(folder: str | Path) -> Dump:
     return Dump(record, found, folders)
 
 
-def _checked(entry: dict[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+def checked(entry: dict[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """The entry, if it has everything that ``kinds`` names, with these types."""
     for key, kind in kinds.items():
         _is(kind, entry[key])

@@ -34,7 +34,7 @@ def step_times(trace: TraceFile, dump: Dump, bandwidth: Bandwidth | None) -> dic
     calls, drafts = reads_of(dump), int(dump.record.get("num_speculative_tokens", 0))
     together: dict[int, list[TraceStep]] = {}
     for step in trace.steps:
-        together.setdefault(step.step, []).append(step)
+        together.setdefault(step["step"], []).append(step)
     rows = [_row(number, steps, calls, drafts, bandwidth) for number, steps in together.items()]
     compared = [row for row in rows if not row["prompt"]]
     return {
@@ -50,16 +50,16 @@ def step_times(trace: TraceFile, dump: Dump, bandwidth: Bandwidth | None) -> dic
 def _row(
     number: int, steps: Sequence[TraceStep], calls: Sequence[CallReads], drafts: int, bandwidth: Bandwidth | None
 ) -> dict[str, Any]:
-    prompt = any(step.prompt for step in steps)
-    tokens = sum(len(step.tokens) for step in steps)
-    contexts = [float(step.position) for step in steps]
+    prompt = any(step["prompt"] for step in steps)
+    tokens = sum(len(step["tokens"]) for step in steps)
+    contexts = [float(step["position"]) for step in steps]
     found = None if prompt or not calls else traffic(calls, contexts, drafts, tokens / len(steps))
     return {
         "step": number,
         "sequences": len(steps),
         "tokens": tokens,
         "prompt": prompt,
-        "ms": 1e3 * steps[0].seconds,
+        "ms": 1e3 * steps[0]["seconds"],
         "bytes": None if found is None else _bytes(found),
         "limit_ms": None if found is None or bandwidth is None else 1e3 * found.total / bandwidth.bytes_per_second,
     }

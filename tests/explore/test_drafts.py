@@ -43,7 +43,7 @@ def test_what_became_of_drafts(
     drafts: list[tuple[int, bool]], tokens: list[int], verdicts: list[str], tmp_path: Path
 ) -> None:
     trace = read_trace(written(tmp_path, drafts, tokens))
-    assert [draft.verdict for draft in trace.steps[0].drafts] == verdicts
+    assert [draft["verdict"] for draft in trace.steps[0]["drafts"]] == verdicts
     rows = acceptance(trace)
     assert [row["accepted"] for row in rows] == [int(verdict == "accepted") for verdict in verdicts]
     assert [row["reached"] for row in rows] == [int(verdict in ("accepted", "rejected")) for verdict in verdicts]
@@ -100,14 +100,14 @@ def test_a_trace_of_another_decoder_is_refused_by_what_differs(key: str, value: 
 def test_a_trace_of_an_earlier_version_says_nothing_of_the_targets_own_token(made: Made, tmp_path: Path) -> None:
     path = written(tmp_path, [(5, False)], [9])
     step = read_trace(path).steps[0]
-    assert step.own is None and step.own_rank is None and step.drafts[0].rank is None
+    assert step["own"] is None and step["own_rank"] is None and step["drafts"][0]["rank"] is None
     about, line = path.read_text().splitlines()
     path.write_text(f"{about}\n{json.dumps(json.loads(line) | {'own': 0.25})}\n")
-    assert read_trace(path).steps[0].own == 0.25
+    assert read_trace(path).steps[0]["own"] == 0.25
 
 
 def test_a_trace_without_texts_has_ids(made: Made, tmp_path: Path) -> None:
     assert made.out.trace is not None
     trace = read_trace(made.out.trace.save(tmp_path / "trace.jsonl"))
     assert trace.prompts[0] == " ".join(str(token) for token in made.out.trace.prompts[0])
-    assert all(step.texts is None and all(draft.text is None for draft in step.drafts) for step in trace.steps)
+    assert all(step["texts"] is None and all(d["text"] is None for d in step["drafts"]) for step in trace.steps)
