@@ -11,18 +11,13 @@ from typing import Any
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
+from specgraph.bench.config import BenchConfig
 from specgraph.cli.keys import DiffConfig, DumpConfig, ExploreConfig, GenerateConfig, InspectConfig
 from specgraph.config import Config, DraftConfig, group_choices
 from specgraph.config.drafters import trained_by
 from specgraph.config.errors import did_you_mean
 from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
-
-
-def _bench_config() -> type:
-    from specgraph.bench.config import BenchConfig
-
-    return BenchConfig
 
 
 def _train_config() -> type:
@@ -95,7 +90,7 @@ COMMANDS = {
     ),
     "bench": Command(
         "time steps, first tokens, sessions and more, or find the best draft for some prompts",
-        _bench_config,
+        lambda: BenchConfig,
         "[first_token|sessions|cpu|tune] target=SHAPE|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
         (
             "target=tiny-shape draft=eagle3 batch_sizes=[1,8]",

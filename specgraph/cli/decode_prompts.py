@@ -75,21 +75,35 @@ def decode_prompts(
     As many are decoded together as the decoder allows. The seed of a sequence depends on its place in ``prompts``, so
     the texts do not depend on that number.
     """
-    drawn = seeds or draw_seeds(options.seed, len(prompts))
+    drawn = list(seeds or draw_seeds(options.seed, len(prompts)))
     besides = "" if options.compare else "compiling"  # what the first step of its kind waits for
-    outcome = Outcome(decoder.config, [], Stats(0), 0.0, list(drawn), besides)
+    outcome = Outcome(decoder.config, [], Stats(0), 0.0, drawn, besides)
     given = decoder_options(options, tokenizer)
     seeded = reads_seeds(options, decoder)
+    ids = [prompt.ids for prompt in prompts]
     if options.compare:
-        _warm_up(decoder, [prompt.ids for prompt in prompts], drawn if seeded else None, given)
+        # Nothing that is timed includes compilation then. It takes as many tokens as will be timed, since a sequence of
+        # more pages may be compiled again.
+        first = slice(decoder.config.max_batch_size)
+        decoder.generate(ids[first], seed=drawn[first] if seeded else None, **given)
     with Progress("prompts", len(prompts), decoder.config.debug.progress) as progress:
-        if not options.stream:
-            given |= {"seed": list(drawn) if seeded else None, "trace": options.trace is not None}
-            _all(decoder, prompts, given, outcome, progress, write)
+        if options.stream:
+            for prompt, seed in zip(prompts, drawn, strict=True):
+                _one(decoder, tokenizer, prompt, given | {"seed": [seed] if seeded else None}, outcome)
             return outcome
-        for prompt, seed in zip(prompts, drawn, strict=True):
-            _one(decoder, tokenizer, prompt, given | {"seed": [seed] if seeded else None}, outcome)
-            progress.advance()
+        stream = decoder.stream(ids, seed=drawn if seeded else None, trace=options.trace is not None, **given)
+        outcome.tokens = [[] for _ in prompts]
+        outcome.stats, outcome.trace, done = stream.stats, stream.trace, 0
+        # What has no room for a token ends without a step.
+        reasons: list[str | None] = ["max_length" if len(own) >= decoder.max_length else "length" for own in ids]
+        ready = InOrder(outcome, prompts, write)
+        for chunk in _timed(stream, outcome):
+            for tokens, new in zip(outcome.tokens, chunk.tokens, strict=True):
+                tokens += new
+            progress.advance(sum(chunk.finished) - done, lambda: _speed(outcome))
+            done, reasons = sum(chunk.finished), chunk.finish_reasons
+            ready(reasons)
+        ready(reasons)
     return outcome
 
 
@@ -176,41 +190,10 @@ def reads_seeds(options: GenerateConfig, decoder: SpeculativeDecoder) -> bool:
     return options.seed is not None or sampled or bool(getattr(decoder.model.generation_config, "do_sample", False))
 
 
-def _warm_up(
-    decoder: SpeculativeDecoder, ids: list[Tensor], seeds: Sequence[int] | None, given: dict[str, Any]
-) -> None:
-    """Decode the first prompts once without timing them, so that no measurement includes compilation.
-
-    It takes as many tokens as will be timed, since a sequence of more pages may be compiled again.
-    """
-    first = slice(decoder.config.max_batch_size)
-    decoder.generate(ids[first], seed=None if seeds is None else list(seeds)[first], **given)
-
-
 def draw_seeds(seed: int | None, count: int) -> list[int]:
     """A seed for each of so many prompts, by its place; ``seed`` None draws them."""
     base = secrets.randbits(62) if seed is None else seed
     return [hash_seed(base, index) for index in range(count)]
-
-
-def _all(
-    decoder: SpeculativeDecoder, prompts: Sequence[Prompt], given: dict[str, Any], outcome: Outcome,
-    progress: Progress, write: Writer | None,
-) -> None:  # fmt: skip
-    """Decode all prompts, as many together as there is room for."""
-    outcome.tokens = [[] for _ in prompts]
-    stream = decoder.stream([prompt.ids for prompt in prompts], **given)
-    outcome.stats, outcome.trace, done = stream.stats, stream.trace, 0
-    # What has no room for a token ends without a step.
-    reasons: list[str | None] = ["max_length" if len(p.ids) >= decoder.max_length else "length" for p in prompts]
-    ready = InOrder(outcome, prompts, write)
-    for chunk in _timed(stream, outcome):
-        for tokens, new in zip(outcome.tokens, chunk.tokens, strict=True):
-            tokens += new
-        progress.advance(sum(chunk.finished) - done, lambda: _speed(outcome))
-        done, reasons = sum(chunk.finished), chunk.finish_reasons
-        ready(reasons)
-    ready(reasons)
 
 
 class InOrder:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.cli.check_options import decoder_options
@@ -54,8 +54,12 @@ class Worker:
         self._decoder: Any = None
 
     def __call__(self, table: Any) -> Any:
-        """The answers, in a table with a row for each prompt. The decoder is made in the first call: an error there is
-        one of this call, where an error of the constructor would make Ray try again for ever."""
+        """The answers, in a table with a row for each prompt: its place among all, the new tokens, why they end, and the
+        tokens of every step.
+
+        The decoder is made in the first call: an error there is one of this call, where an error of the constructor
+        would make Ray try again for ever.
+        """
         import pyarrow
 
         if self._decoder is None:
@@ -76,16 +80,6 @@ class Worker:
         return compile_speculative(model.to(device), self._job.config)
 
 
-class Answer(NamedTuple):
-    """What a worker says of one prompt: its place, the new tokens, why they end, and the tokens of every step."""
-
-    place: int
-    tokens: list[int]
-    reason: str
-    steps: list[int]
-    drafts: int
-
-
 def decode_with_ray(job: Job, prompts: Sequence[Prompt], write: Writer | None = None) -> Outcome:
     """Continue every prompt as ``decode_prompts`` does, in ``workers`` processes.
 
@@ -100,17 +94,18 @@ def decode_with_ray(job: Job, prompts: Sequence[Prompt], write: Writer | None = 
     ready, begin = InOrder(outcome, prompts, write), time.perf_counter()
     with Progress("prompts", len(prompts), job.config.debug.progress) as progress, _running():
         for answer in _answers(job, prompts, seeds):
-            outcome.tokens[answer.place], reasons[answer.place] = answer.tokens, answer.reason
-            outcome.stats.emitted_per_step[answer.place] = answer.steps
-            outcome.stats.num_speculative_tokens = answer.drafts
+            place = answer["place"]
+            outcome.tokens[place], reasons[place] = answer["tokens"], answer["reason"]
+            outcome.stats.emitted_per_step[place] = answer["steps"]
+            outcome.stats.num_speculative_tokens = answer["drafts"]
             progress.advance()
             ready(reasons)
     outcome.seconds = time.perf_counter() - begin
     return outcome
 
 
-def _answers(job: Job, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Iterator[Answer]:
-    """The answers, each as soon as a worker has handed it over."""
+def _answers(job: Job, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The rows of the workers' tables, each as soon as a worker has handed it over."""
     ray = _library()
     gpus = int(job.place[0].startswith("cuda"))
     workers = _workers(job.options.workers, ray.cluster_resources(), gpus)
@@ -121,8 +116,7 @@ def _answers(job: Job, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Itera
         compute=ray.data.ActorPoolStrategy(size=workers),
     )  # fmt: skip
     try:
-        for row in answers.iter_rows():
-            yield Answer(**row)
+        yield from answers.iter_rows()
     except ray.exceptions.RayError as error:
         raise _own(error) from error
 
