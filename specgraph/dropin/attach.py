@@ -138,13 +138,10 @@ def custom_generate(decoder: SpeculativeDecoder) -> Callable[..., Any]:
     return functools.partial(_decode_named, decoder)
 
 
-def _decode_named(
-    decoder: SpeculativeDecoder, model: PreTrainedModel, input_ids: Tensor, logits_processor: Any,
-    stopping_criteria: Any, generation_config: Any, **prepared: Any,
-) -> Any:  # fmt: skip
-    """Like :func:`_decode`, for a caller's arguments that nobody has looked at."""
+def _decode_named(decoder: SpeculativeDecoder, model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
+    """Like :func:`_decode`, for a caller's arguments that :func:`check_arguments` has not seen."""
     check_prepared(model, decoder, prepared)
-    return _decode(decoder, None, model, input_ids, logits_processor, stopping_criteria, generation_config, **prepared)
+    return _decode(decoder, None, model, input_ids, **prepared)
 
 
 def _decode(
