@@ -129,7 +129,7 @@ class _Files(ConfigRepository):
     def load_config(self, config_path: str) -> ConfigResult | None:
         if config_path not in self.files:
             return None
-        config = OmegaConf.create(self.files[config_path])
+        config = OmegaConf.create({"defaults": self.files[config_path].get("defaults", [])})
         listed = self._create_defaults_list(config_path, self._extract_defaults_list(config_path, config))
         return ConfigResult("specgraph", config_path, config, {"package": None}, listed)
 
