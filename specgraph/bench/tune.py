@@ -202,7 +202,7 @@ def _best(batch: int, rows: Sequence[Row]) -> str:
 
 def _is_close(row: Row, best: Row) -> bool:
     """Whether two errors of the tokens per step, or the variation of times, explain the difference."""
-    share = sum(2 * r["error"] / r["tokens_per_step"] for r in (row, best) if not math.isnan(r["error"]))
+    share: float = sum(2 * r["error"] / r["tokens_per_step"] for r in (row, best) if not math.isnan(r["error"]))
     return _speed(row) >= _speed(best) * (1 - max(share, CLOSE))
 
 
