@@ -186,8 +186,6 @@ def time_steps(
         lengths, before = lengths + new, now
         if len(seconds) == options.steps:
             break
-    close = getattr(stream, "close", None)
-    if close is not None:
-        close()
+    stream.close()
     scale = len(seconds) * len(prompts)
     return Timed(seconds, emitted / scale, contexts / scale)
