@@ -45,13 +45,13 @@ def _of_products(module: fx.GraphModule) -> float:
 
 
 def _of_recurrence(module: fx.GraphModule) -> int:
-    """The operations of one row in recurrent ops, whatever these are."""
+    """The operations of one row in recurrent ops of every kind."""
     found = ((form, node) for form in RECURRENT.values() for node in calls(module.graph, form.op))
     return sum(form.operations(_arguments(node)) for form, node in found)
 
 
 def _arguments(node: fx.Node) -> Any:
-    """What a recurrent op is called with in a graph, as an object of the class that declares its arguments.
+    """The arguments of a recurrent op in a graph, as an object of the class that declares them.
 
     Its buffers have no values there, and neither has its span; both are None.
     """

@@ -82,7 +82,7 @@ def gather(rows: Iterable[Row]) -> list[Row]:
 def about_run(
     options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float | None = None
 ) -> dict[str, Any]:
-    """What every measurement says of itself."""
+    """The facts that stand above every table and in every JSON file."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "what": options.what,
@@ -95,12 +95,12 @@ def about_run(
 
 
 def about_repeats(options: BenchConfig) -> dict[str, Any]:
-    """How often something was measured, and behind how many tokens."""
+    """The number of repetitions, and the length of the context."""
     return {"prompt_length": options.prompt_length, "steps": options.steps}
 
 
 def about_decoder(config: Config) -> dict[str, Any]:
-    """What decides the steps of a decoder."""
+    """The options on which the steps of a decoder depend."""
     return {
         "draft": draft_name(config),
         "verify": config.verify.rule,
@@ -122,7 +122,7 @@ def draft_name(config: Config) -> str:
 def finish(
     options: BenchConfig, about: Mapping[str, Any], rows: Sequence[Row], plot: Plot | None = None
 ) -> None:  # fmt: skip
-    """Print what was measured and the table, and write the JSON and the plot if they were asked for.
+    """Print the facts about a measurement and the table, and write the JSON and the plot if they were asked for.
 
     The configuration refuses plots where there is no ``plot``.
     """
@@ -137,12 +137,12 @@ def finish(
 
 
 def heading(about: Mapping[str, Any]) -> str:
-    """What was measured on what, as text."""
+    """The facts about a measurement, as text."""
     return text_table([(name, f"{value:,.1f}" if "_per_s" in name else str(value)) for name, value in about.items()])
 
 
 def write_json(path: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write one JSON object, with what was measured on what, and all values of all rows."""
+    """Write one JSON object, with the facts about the measurement and all values of all rows."""
     written = {**about, "rows": rows}
     Path(path).expanduser().write_text(json.dumps(written, indent=1) + "\n")
 

@@ -61,7 +61,7 @@ def make_target(options: BenchConfig, device: torch.device) -> PreTrainedModel:
 def run(
     model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor] | None
 ) -> dict[str, str]:
-    """Measure what ``options.what`` names, print it, and return what a sweep compares, by name.
+    """Measure what ``options.what`` names and print it. Returns the results that a sweep compares, by name.
 
     ``prompts`` are those of a file, 1-D int64 token ids each; without them, prompts are random.
 
@@ -88,7 +88,7 @@ def run(
 def _begin(
     model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor] | None, bandwidth: float
 ) -> tuple[Iterator[Row], dict[str, Any], Plot | None]:
-    """The measurements, which are made one by one, what is said about all of them, and what draws them."""
+    """The rows, which are measured one by one, the facts about all of them, and the function that draws them."""
     vocab_size, lowering = int(model.config.get_text_config().vocab_size), {"lowering": config.lowering.name}
     match options.what:
         case "steps":

@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output, such as head, has read enough
+    except BrokenPipeError:  # the program that reads the output, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code

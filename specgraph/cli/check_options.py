@@ -22,7 +22,7 @@ LOCAL, RAY = ENGINES = ("local", "ray")
 
 
 class _AnyModel:
-    """Stands for a model that is not loaded yet: it asks for nothing, has an EOS, and nobody has changed it."""
+    """Stands for a model that is not loaded yet: its generation_config sets nothing but an EOS, and it is unchanged."""
 
     def __call__(self, *_: object) -> GenerationDefaults:
         return GenerationDefaults({"temperature": 1.0}, eos_ids=(0,))

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from specgraph.bench.config import BenchConfig
 
 _CURVES: dict[str, dict[str, Sequence[float]]] = {}
-"""What the jobs of a sweep have drawn so far, by the file of the plot and the name of the curve."""
+"""The curves that the jobs of a sweep have drawn so far, by the file of the plot and the name of the curve."""
 
 
 def run(name: str, cfg: DictConfig, *, first: bool = True) -> dict[str, str]:
@@ -107,7 +107,7 @@ def generate(cfg: DictConfig) -> dict[str, str]:
 
 
 def _draw_acceptance(path: str, model: str, config: Config, stats: Stats) -> str:
-    """Draw the acceptance of this run, and of the jobs of a sweep before it. Returns what the table says about it."""
+    """Draw the acceptance of this run and of earlier jobs of the sweep. Returns the text for the table of results."""
     if stats.num_speculative_tokens == 0:
         return "not drawn, since there are no drafts"
     curves = _CURVES.setdefault(path, {})
@@ -133,7 +133,8 @@ def _peers(
 ) -> list[PeerOutcome]:
     """The same prompts by transformers' ``generate`` and, if the draft is a model, by its assisted generation.
 
-    Nobody where a batch of transformers' does not tell padding from tokens, as behind a stop string.
+    There is no comparison with stop strings or a time limit: behind their ends, a batch of transformers' does not tell
+    padding from tokens.
     """
     if options.stop_strings is not None or options.max_time is not None:
         return []

@@ -109,7 +109,7 @@ def decode_prompts(
 
 @dataclass
 class PeerOutcome:
-    """What transformers itself gave for the prompts, and the seconds that it took; ``name`` says how it decoded."""
+    """The new tokens of every prompt by transformers, and the seconds that took. ``name`` is the method of decoding."""
 
     name: str
     tokens: list[list[int]]
@@ -184,8 +184,10 @@ def _ids(row: Sequence[int]) -> Tensor:
 
 
 def reads_seeds(options: GenerateConfig, decoder: SpeculativeDecoder) -> bool:
-    """Whether the decoder is given seeds: where it samples, or where the user has asked for a seed. Elsewhere it would
-    warn of seeds that nobody has asked for."""
+    """Whether the decoder is given seeds: where it samples, or where the user has given a seed.
+
+    Elsewhere the decoder would warn that it ignores seeds, which the user has never given.
+    """
     sampled = options.temperature is not None or options.do_sample is not None
     return options.seed is not None or sampled or bool(getattr(decoder.model.generation_config, "do_sample", False))
 

@@ -46,7 +46,7 @@ PURPOSES = {
     "tokenizers": "the command train",
     "trl": "examples/reinforce.py",
 }
-"""What an optional package is for. Which packages are optional is read from the extras of the installed specgraph."""
+"""The purpose of each optional package. The extras of the installed specgraph say which packages are optional."""
 _PATIENCE = 600
 """Seconds until an attempt to decode counts as failed."""
 _FOR_DEVELOPERS = ("dev", "site")
@@ -109,7 +109,7 @@ def _show(title: str, part: Callable[[], Iterator[Finding]]) -> list[Finding]:
 
 
 def _guarded(part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of a part. What goes wrong in it ends this part alone."""
+    """The findings of a part. An error in it is a finding, too, and ends this part alone."""
     try:
         yield from part()
     except (Exception, SystemExit) as error:  # a broken installation may raise anything
@@ -151,7 +151,7 @@ def _installed() -> Finding:
     sources = next((folder for folder in below if (folder / "specgraph" / "cli" / "doctor.py").is_file()), None)
     if sources is None or sources.resolve() == package.parent:
         return Finding("specgraph", version)
-    advice = f"If changes in {sources} shall have an effect, install that folder: python -m pip install -e {sources}"
+    advice = f"To run the code in {sources}, install that folder: python -m pip install -e {sources}"
     return Finding("specgraph", f"{version}, the copy in {package}, which hides that in {sources}", advice)
 
 
@@ -178,7 +178,7 @@ class _Requirement:
 
 @functools.cache
 def _requirements() -> tuple[_Requirement, ...]:
-    """What specgraph says it requires, and what its extras add; nothing if it is not installed.
+    """The packages that specgraph requires, and those of its extras; none if it is not installed.
 
     The names and lower bounds are read with a pattern, because the package ``packaging`` may be missing.
     """

@@ -41,7 +41,8 @@ NO_KEYS = {
 }
 """Arguments of the decoder that are no keys, and why."""
 OTHER_KEYS = ("max_length", "trace")
-"""Those that are names of other keys: of the decoder's configuration, and of the command's own."""
+"""Arguments in :data:`NO_KEYS` whose names are keys with another meaning, of the decoder's configuration or of the
+command."""
 
 
 @dataclass
@@ -103,7 +104,7 @@ def _further_keys() -> type:
 
 
 def _text(name: str) -> str:
-    """What the docstring of the processing options says about one of them, as a sentence."""
+    """The help text of a key that is made from an argument of the decoder, from the docstring of its options."""
     pattern = rf"^ +{name}: (.+?)(?=^ +\w+: |^ *$|\Z)"
     if name == "structure_after":
         return "A text or a token id; json_schema, regex or grammar begins behind it, and what comes before is free."

@@ -39,7 +39,7 @@ class GenerateConfig(GenerationKeys, FurtherKeys, ModelConfig):
     objects with `role` and `content`, which the tokenizer's chat template joins; beside them, `tools` and
     `chat_template_kwargs` of this conversation)."""
     tools: Any = None
-    """What the model may call in all conversations: a JSON file with a list of schemas, or the list."""
+    """The functions that the model may call, in all conversations: a JSON file with a list of schemas, or the list."""
     chat_template_kwargs: Any = None
     """Further variables of the chat template for all conversations: chat_template_kwargs={enable_thinking: false}."""
     template: str | None = None
@@ -88,7 +88,7 @@ class ExploreConfig:
     dump: str = MISSING
     """The folder that `dump`, or decoder.dump, wrote."""
     trace: str | None = None
-    """What `generate trace=FILE` wrote with the same model and options; the page then shows every draft."""
+    """The file that `generate trace=FILE` wrote with the same model and options; the page then shows every draft."""
     out: str = "explore.html"
     """The file for the page, in a folder that exists."""
     bandwidth: float | None = None

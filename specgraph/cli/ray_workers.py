@@ -26,18 +26,18 @@ from specgraph.progress import Progress
 from specgraph.runtime.outputs.stats import Stats
 
 ROUNDS = 4
-"""A worker gets this many times as many prompts at once as it decodes together, so that its rows stay taken."""
+"""A worker gets this many times as many prompts at once as it decodes together, so that no row of its batch is idle."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to make its decoder and to call it.
+    """The arguments with which a worker makes its decoder and calls it.
 
     Attributes:
-        options: the command's.
-        config: the decoder's.
+        options: the keys of the command.
+        config: the configuration of the decoder.
         place: the device and the dtype of the model.
-        tokenizer: the model's.
+        tokenizer: of the model.
     """
 
     options: GenerateConfig
@@ -54,8 +54,8 @@ class Worker:
         self._decoder: Any = None
 
     def __call__(self, table: Any) -> Any:
-        """The answers, in a table with a row for each prompt: its place among all, the new tokens, why they end, and the
-        tokens of every step.
+        """The answers, in a table with a row for each prompt: its place among all, the new tokens, why they end, and
+        the tokens of every step.
 
         The decoder is made in the first call: an error there is one of this call, where an error of the constructor
         would make Ray try again for ever.
@@ -85,7 +85,7 @@ def decode_with_ray(job: Job, prompts: Sequence[Prompt], write: Writer | None = 
 
     Raises:
         ConfigError: Ray is not there, or has too few CPUs or GPUs.
-        SpecgraphError: what a worker was refused.
+        SpecgraphError: a worker could not compile the model, or its decoder refused a prompt.
     """
     seeds = draw_seeds(job.options.seed, len(prompts))
     empty: list[list[int]] = [[] for _ in prompts]
@@ -147,7 +147,7 @@ def _tables(prompts: Sequence[Prompt], seeds: Sequence[int], size: int) -> Itera
 
 
 def _workers(asked: int | None, there: dict[str, float], gpus: int) -> int:
-    """How many workers there shall be: one per GPU, or one on a CPU, if nothing is asked for."""
+    """The number of workers. The default is one per GPU, or one on a CPU."""
     kind = "GPU" if gpus else "CPU"
     most = int(there.get(kind, 0))
     wanted = asked if asked is not None else max(1, most) if gpus else 1
@@ -157,7 +157,7 @@ def _workers(asked: int | None, there: dict[str, float], gpus: int) -> int:
 
 
 def _own(error: BaseException) -> SpecgraphError:
-    """The error of ours behind one of Ray's; if there is none, a sentence about Ray's."""
+    """The error of specgraph that made Ray fail; without one, a ConfigError with the last line of Ray's error."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, SpecgraphError):
         cause = getattr(cause, "cause", None) or cause.__cause__

@@ -30,7 +30,7 @@ def explore(cfg: DictConfig) -> dict[str, str]:
 
 
 def _bandwidth(given: float | None) -> Callable[[str], Bandwidth | None]:
-    """What says how fast the memory of a device is: what was given in GB/s, or else a measurement as by ``bench``."""
+    """A function from a device to the bandwidth of its memory: the number given in GB/s, or else a measurement."""
 
     def of(device: str) -> Bandwidth | None:
         from specgraph.bench.timing import measure_bandwidth
@@ -47,7 +47,7 @@ def _bandwidth(given: float | None) -> Callable[[str], Bandwidth | None]:
 
 
 def diff(cfg: DictConfig) -> dict[str, str]:
-    """Print in what two stages or two dumps differ."""
+    """Print the nodes in which two stages or two dumps differ."""
     from specgraph.explore.diff import diff as differences
 
     options: DiffConfig = options_of("diff", cfg)

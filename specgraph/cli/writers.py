@@ -46,7 +46,7 @@ Writer = Callable[[Ended], None]
 
 
 def writer(form: str, tokenizer: Any) -> Writer:
-    """What writes answers to what is the standard output now, in one of :data:`FORMATS`."""
+    """A function that writes each answer in one of :data:`FORMATS`, to what is the standard output at this moment."""
     written, out = (_text if form == TEXT else _json), sys.stdout
 
     def write(ended: Ended) -> None:
@@ -96,7 +96,7 @@ def write_trace(trace: Trace, place: str, tokenizer: Any, terminal: TextIO) -> s
 
 
 def notes(form: str) -> TextIO:
-    """Where everything goes that is no answer: beside JSON, standard output has nothing else."""
+    """The stream for everything but the answers. With JSON lines, only answers go to standard output."""
     return sys.stderr if form == JSONL else sys.stdout
 
 

@@ -1,8 +1,8 @@
 """Composes a configuration by Hydra's rules, for Python and for the command line.
 
 Hydra's own ``compose`` takes its files, schemas and settings from objects that the whole process shares. Here, Hydra's
-parser of overrides and its defaults lists are given the files of ``conf`` directly. So a composition works within
-somebody's ``@hydra.main`` and in several threads, and it leaves nothing behind.
+parser of overrides and its defaults lists are given the files of ``conf`` directly. So a composition works inside an
+application that has a ``@hydra.main`` of its own and in several threads, and it changes no global state.
 """
 
 from __future__ import annotations

@@ -28,21 +28,23 @@ class DraftConfig:
     """K, drafts per step and sequence (the kind `none` ignores it). A table gives K by the number of sequences that
     decode together: with {1: 7, 8: 5, 32: 2, 64: 0} it is 7 for up to 7 of them, and 0 for 64 and more."""
     num_speculative_tokens_by_load: Any = None
-    """Such a table; num_speculative_tokens is then its largest K. null: K is always the same."""
+    """The same as a table for num_speculative_tokens, which is then its largest K. null: K does not depend on the
+    number of sequences."""
     adaptive: bool | None = None
-    """Verify fewer drafts than K, or none, in steps in which that promises more tokens per second. This is for lookups
-    (`ngram`, `suffix`) and draft models on a CPU. null: they do so under `strict`, unless num_speculative_tokens is
-    given; a draft model makes up to 16 drafts then."""
+    """Verify fewer drafts than K, or none, in steps where that is expected to give more tokens per second. This is for
+    lookups (`ngram`, `suffix`) and draft models on a CPU. null: true for these under `strict`, unless
+    num_speculative_tokens is given; a draft model then makes up to 16 drafts."""
     model: str | None = None
-    """The folder of a checkpoint, or the name of a causal LM; `draft=` takes either, and it says which drafter it is
-    for."""
+    """The folder of a checkpoint, which determines the drafter, or the name of a causal LM. `draft=` takes either,
+    too."""
     parallel: bool | None = None
     """Draft all tokens in one call with mask tokens; null does so if the draft was trained for it."""
     first: str | None = None
-    """`ngram` or `suffix`: sequences in which this lookup finds drafts take them instead of the draft's own; null: all
-    take the draft's own."""
+    """A lookup that is tried before the drafter, `ngram` or `suffix`: a sequence in which it finds drafts takes these,
+    and any other sequence takes the drafter's. null: no lookup."""
     first_match: int = 8
-    """How many tokens at the end of a sequence must have occurred in it before, for `first`; less for a weak draft."""
+    """For `first`: how many tokens at the end of a sequence must have occurred in it before. A smaller number suits a
+    weak drafter."""
 
     trains: ClassVar[tuple[str, ...]] = ()
     """The values of ``train draft=`` that train a head of this drafter."""

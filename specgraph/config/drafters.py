@@ -55,7 +55,7 @@ class SuffixConfig(DraftConfig):
     max_spec_offset: float = 0.0
     """drafts in addition to these; may be negative."""
     min_token_prob: float = 0.1
-    """drafts stop where the estimated probability that all of them are right falls below this."""
+    """drafts stop where the estimated probability that all of them are accepted falls below this."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` for values that make no sense."""
@@ -111,7 +111,8 @@ class Eagle3DraftConfig(ParallelDraftConfig):
     norm_before_residual: bool | None = None
     """the first layer's residual is the normed hidden state; null: as the checkpoint says, else false."""
     norm_output: bool | None = None
-    """what is fed on has gone through the last norm; null: as the checkpoint says, else false."""
+    """the hidden state that the next draft reads has gone through the last norm; null: as the checkpoint says, else
+    false."""
     rope_theta: float | None = None
     """the base of the rotary embedding; null: as the checkpoint says, else 10000."""
 
@@ -133,7 +134,7 @@ class MtpDraftConfig(DraftConfig):
     target_hidden: str | None = None
     """the target's hidden state behind its final norm (final_norm) or before it (residual)."""
     fed_hidden: str | None = None
-    """what a module feeds on: its output behind its own final norm (final_norm) or before it (residual)."""
+    """the output of a module that is read next: behind its own final norm (final_norm) or before it (residual)."""
     order: str | None = None
     """the first half of the projection's input: embedding or hidden."""
     rotary_position: str | None = None
@@ -174,8 +175,8 @@ class DFlashDraftConfig(ParallelDraftConfig):
 
     kind: str = "dflash"
     block_rows: int | None = None
-    """the rows of a block that a step runs, the anchor included, from those that K drafts need to those that the head
-    was trained on; null: the latter, and the former if the head is causal."""
+    """how many rows of a block a step runs, the anchor included: at least those that K drafts need, at most those that
+    the head was trained with; null: the most, or the least if the head is causal."""
     feature_layers: list[int] | None = None
     """the indices k of the target's hidden states hs[k] it reads; null takes those of the checkpoint."""
     rope_theta: float | None = None

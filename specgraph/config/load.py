@@ -73,7 +73,7 @@ def check_no_keys(function: str, given: Mapping[str, Any]) -> None:
 
 
 def read_given(given: ConfigLike) -> dict[Any, Any]:
-    """What the user gave, as a mapping in which interpolations are not resolved.
+    """The configuration that the user gave, as a mapping in which interpolations are not resolved.
 
     Raises:
         ConfigError: it is no configuration, or a preset or a file that does not exist.

@@ -1,4 +1,4 @@
-"""What ``lowering=auto`` stands for on a device, and why."""
+"""Chooses the lowering that ``lowering=auto`` stands for on a device, with the reason."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def choose_lowering(name: str, device: torch.device | str, dtype: torch.dtype | 
 
 
 def missing_for_inductor() -> str | None:
-    """What ``torch.compile`` lacks on this machine to compile for a CPU, as a reason; None if it lacks nothing."""
+    """The reason why ``torch.compile`` cannot compile for a CPU on this machine; None if it can."""
     if os.environ.get(DISABLED) == "1":
         return f"{DISABLED}=1 switches torch.compile off"
     if shutil.which(compiler()) is None:

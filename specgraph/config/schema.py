@@ -39,17 +39,17 @@ class CacheConfig:
     prefill_chunk: int = 2048
     """Prompt tokens of a sequence per prefill step, at most. A GPU takes less time per token in larger steps."""
     pool_tokens: int | None = None
-    """Tokens for which a session, or a generate call, has pages at most, all its sequences together; null: as many as
-    it can use, but no more than memory_share allows."""
+    """The most tokens that the pages of a session, or of a generate call, hold, all its sequences together; null: as
+    many as it can use, but no more than memory_share allows."""
     memory_share: float | None = None
-    """The share of the free memory that the pages of a session take at most; null: 0.9. On a CPU, null also gives a
-    session that has no pool_tokens less: pages for 2,048 tokens of each sequence, in at most a quarter of the free
+    """The largest share of the free memory that the pages of a session take; null: 0.9. On a CPU, a session with
+    neither this nor pool_tokens takes less: pages for 2,048 tokens of each sequence, in at most a quarter of the free
     memory, but always for one sequence of max_length."""
     reuse_prefixes: bool = True
     """Sequences that begin with the same tokens share the pages of these, with the same bits."""
     snapshots: int | None = None
-    """How many copies of recurrent state are kept, from which sequences that begin with the same tokens go on; null:
-    two for each of max_batch_size sequences, 16 at least, but no more than a tenth of the free memory."""
+    """How many copies of recurrent state are kept for later sequences that begin with the same tokens; null: two for
+    each of max_batch_size sequences, 16 at least, but no more than a tenth of the free memory."""
 
 
 @dataclass
@@ -86,7 +86,8 @@ class DebugConfig:
     self_check: bool = True
     """Compare cached decoding with the model's own forward on random tokens before trusting it."""
     self_check_tokens: int = 1024
-    """The longest sequence the self-check may use; a larger sliding window is reported as not crossed."""
+    """The longest sequence that the self-check runs. It reports sliding windows that are longer, since it cannot test
+    them."""
     progress: bool | None = None
     """Show progress of long work on standard error; null shows it on a terminal."""
 

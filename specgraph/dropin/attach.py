@@ -75,10 +75,10 @@ def _is_attached(model: object) -> bool:
 
 
 class Attached:
-    """What stands in for ``model.generate``.
+    """The replacement of ``model.generate``.
 
     Attributes:
-        decoder: what decodes.
+        decoder: the compiled decoder of the model.
     """
 
     def __init__(self, model: PreTrainedModel, decoder: SpeculativeDecoder) -> None:

@@ -1,4 +1,4 @@
-"""Reads what transformers' ``generate`` has prepared for a decoding method, and refuses what there is no way to do."""
+"""Reads the call that transformers' ``generate`` has prepared for a decoding method, and refuses unsupported ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ SETTLED: Mapping[str, Any] = {
     **{name: option.off for name, option in LOGIT_OPTIONS.items()},
     "num_return_sequences": 1, "stop_strings": (), "max_time": math.inf,
 }  # fmt: skip
-"""What transformers has settled when a decoding method is called, so that the model's configuration does not count."""
+"""The options that transformers has applied before it calls a decoding method, at the values that switch them off. They
+are passed to the decoder so that it does not take them from the model's configuration again."""
 _UNSEEN = (
     "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus", "past_key_values",
     "inputs_embeds", "position_ids", "token_healing",
@@ -63,9 +64,10 @@ _OUTPUTS = frozenset({"output_attentions", "output_hidden_states"})
 _BY_PROCESSORS = frozenset({
     "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "exponential_decay_length_penalty", "remove_invalid_values",
 })  # fmt: skip
-"""What transformers makes logits processors of that look at one sequence and remember nothing. They run on the host."""
+"""Options for which transformers makes logits processors that look at one sequence and keep no state. They run on the
+host."""
 _PREPARED = frozenset({"past_key_values", "position_ids", "cache_position"})
-"""What transformers hands to a decoding method, whether or not a caller gave it."""
+"""Arguments that transformers hands to a decoding method whether or not a caller gave them."""
 _OF_NO_CONSEQUENCE = frozenset({"input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep", "return_dict"})
 """Arguments of a model's forward pass on which no token depends, or which the decoder reads."""
 
@@ -193,7 +195,7 @@ def check_rope(model: PreTrainedModel, decoder: SpeculativeDecoder, prompt: int 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a decoding method is given.
+    """The arguments of a decoding method.
 
     Attributes:
         input_ids: int64 ``[B, S]``, prompts as given, a sequence for each that is to be returned.
@@ -234,7 +236,7 @@ class Prepared:
 
     @property
     def pad_id(self) -> int:
-        """What stands behind a sequence that has ended; the first EOS id where there is none, as in transformers."""
+        """The id that fills up a sequence that has ended: the pad id, or else the first EOS id, as in transformers."""
         pad: int | None = self.config.pad_token_id
         eos: Any = self.config.eos_token_id
         return int(pad) if pad is not None else int((eos if isinstance(eos, list | tuple) else [eos or 0])[0])
@@ -276,7 +278,7 @@ class Prepared:
         return with_padded_ngrams(options, self) | {"logits_processor": between}
 
     def wanted(self) -> dict[str, bool]:
-        """Which logits the output class shall have."""
+        """The options of the decoder that ask for the logits which the output class has to contain."""
         names = ("output_scores", "output_logits")
         return {n: bool(self.config.return_dict_in_generate and getattr(self.config, n)) for n in names}
 
@@ -286,7 +288,7 @@ class Prepared:
         return None if reader is None else reader(processor, self)
 
     def output(self, out: GenerateOutput) -> Any:
-        """What ``generate`` returns: int64 ``[B, S + N]``, or the output class with it."""
+        """The return value of ``generate``: int64 ``[B, S + N]``, or the output class with it."""
         padded = torch.nn.utils.rnn.pad_sequence(out.new_tokens, batch_first=True, padding_value=self.pad_id)
         sequences = torch.cat([self.input_ids, padded.to(self.input_ids.device)], dim=1)
         if not self.config.return_dict_in_generate:

@@ -29,7 +29,8 @@ Options = dict[str, Any]
 
 
 class Called(Protocol):
-    """What readers know of a call: prompts int64 ``[B, S]``, the padding ``[B]`` on the left of each, and its end."""
+    """The facts about a call that readers use: prompts int64 ``[B, S]``, the padding ``[B]`` on the left of each, and
+    when it ends."""
 
     @property
     def input_ids(self) -> Tensor: ...

@@ -83,7 +83,7 @@ class LoadedStage:
 
 
 Watch = Callable[[str, str, Any], None]
-"""Is told of every value that a line computes: the graph, the variable, the value."""
+"""A function that is called with every value that a line computes: the graph, the variable, the value."""
 
 
 def load_stage(
@@ -166,7 +166,7 @@ def _restore(tensor: Tensor, layout: Mapping[str, Any], device: torch.device) ->
 
 
 def _pick(folder: Path, tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those of the given tensors that a stage needs, after a check of their shapes."""
+    """The tensors that a stage needs, out of the given ones, after a check of their shapes."""
     weights = {}
     for name, key in layout["names"].items():
         tensor = tensors.get(name, tensors.get(key))

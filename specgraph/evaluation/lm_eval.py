@@ -36,7 +36,7 @@ TOGETHER = 1024
 that has ended to the next one."""
 
 Scored = tuple[Any, list[int], list[int]]
-"""What the harness wants a log-likelihood for: a key for its cache or None, a context, and what follows it."""
+"""A request for a log-likelihood: a key for the cache of the harness or None, a context, and its continuation."""
 
 
 class WholeCausalLM:

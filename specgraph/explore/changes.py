@@ -1,4 +1,4 @@
-"""What a pass added, removed and changed in a graph, by the names of nodes and by the pass that made them."""
+"""Lists the nodes that a pass added, removed and changed, by their names and by the pass that made each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specgraph.explore.reading import Stage
 
 
 def changes_of(stage: Stage, before: Stage | None) -> dict[str, dict[str, Any]]:
-    """What made ``stage`` out of the stage before it, by graph, as names of nodes. Graphs that are equal are left out.
+    """The changes from the stage before to ``stage``, by graph, as names of nodes. Graphs that are equal are left out.
 
     ``added`` are nodes that the pass made, of which one may have the name of a node that it removed. ``moved`` are
     nodes that an earlier pass made and that were in another graph before. ``removed`` are nodes that are gone, or whose

@@ -28,7 +28,7 @@ class _Given:
 
 
 def diff(old: str, new: str, *, graph: str | None = None, numerics: bool = False) -> str:
-    """What differs between two stages or two dumps, as text.
+    """The differences between two stages or two dumps, as text.
 
     Of two dumps, stages of the same name are compared, and the nodes of the first that differ are shown.
 

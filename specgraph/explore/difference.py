@@ -24,7 +24,7 @@ Entry = tuple[Node | None, Node | None]
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two versions of a graph.
+    """The difference between two versions of a graph.
 
     Attributes:
         graph: its name, ``step`` or a module.
@@ -42,7 +42,7 @@ class Difference:
         return [(old, new) for old, new in self.entries if old is None or new is None or self.what(old, new)]
 
     def what(self, old: Node, new: Node) -> list[str]:
-        """In what two nodes differ, names apart."""
+        """The words of :data:`COMPARED` for everything but their names in which two nodes differ."""
         told = {**vars(old), "code": translate(old.code, self.renamed)}
         return [said for name, said in COMPARED.items() if told[name] != getattr(new, name)]
 
@@ -53,7 +53,7 @@ def translate(code: str, renamed: Mapping[str, str]) -> str:
 
 
 def difference(old: Stage, new: Stage, *, same_dump: bool) -> list[Difference]:
-    """What differs between two stages, graph by graph, those that are equal included."""
+    """The differences between two stages, one for each graph, equal graphs included."""
     names = [*old.graphs, *(name for name in new.graphs if name not in old.graphs)]
     return [_of_graph(n, old.graphs.get(n, []), new.graphs.get(n, []), same_dump=same_dump) for n in names]
 
@@ -64,8 +64,10 @@ def _of_graph(name: str, old: Sequence[Node], new: Sequence[Node], *, same_dump:
 
 
 def by_name(old: Sequence[Node], new: Sequence[Node]) -> Iterator[Entry]:
-    """Pairs of nodes of the same name, in the order of the second graph. A node that is gone stands behind the last one
-    before it that is not."""
+    """Pairs of nodes of the same name, in the order of the second graph.
+
+    A node that was removed follows its last predecessor that was not.
+    """
     before, after = {node.name: node for node in old}, {node.name for node in new}
     gone: dict[str | None, list[Entry]] = {}
     kept: str | None = None

@@ -45,7 +45,7 @@ WHY = {
         "here on were not needed.",
     },
 }
-"""What became of a draft, by the rule of verification; ``*`` is every other rule. ``{own}`` is the token that the
+"""The fate of a draft in words, by the rule of verification; ``*`` is every other rule. ``{own}`` is the token that the
 target chose in its place, and ``{ratio}`` is p/q."""
 
 
@@ -54,11 +54,11 @@ STEP: Mapping[str, Any] = {
     "tokens": list, "step": int, "sequence": int, "position": int, "seconds": float | int, "prompt": bool,
     "drafts": list,
 }  # fmt: skip
-"""What every line of a trace says of a step, and of each of its drafts, with the types of the values."""
+"""The values of every line of a trace, and of each of its drafts, with their types."""
 NEWER = {"texts": None, "own": None, "own_rank": None}
-"""What a line may lack: traces without texts, and those of earlier versions."""
+"""Values that a line may lack: in traces without texts, and in those of earlier versions."""
 TraceStep = Mapping[str, Any]
-"""What a step did for a sequence: a line of the file, as :class:`~specgraph.runtime.outputs.trace.TracedStep` describes
+"""A step for one sequence: a line of the file, as :class:`~specgraph.runtime.outputs.trace.TracedStep` describes
 it. Each of its drafts also has a ``verdict``, which is a key of :data:`WHY`."""
 
 
@@ -154,11 +154,11 @@ ABOUT = {
     "another than the target's.",
     "synthetic": "synthetic accepts every draft with one given probability, to measure speed. Its text means nothing.",
 }
-"""What each rule does, for the head of the page."""
+"""The verification rules in words, for the head of the page."""
 
 
 def why(rule: str) -> dict[str, str]:
-    """What is said of drafts under a rule, by what became of them; ``about`` says what the rule does."""
+    """The explanations of drafts under a rule, by verdict; ``about`` explains the rule itself."""
     said = {verdict: by_rule.get(rule, by_rule["*"]) for verdict, by_rule in WHY.items()}
     about = ABOUT.get(rule, "")
     ends = "A step ends with one token that the target chooses by itself, behind the accepted drafts."

@@ -22,7 +22,8 @@ from specgraph.explore.times import Bandwidth, reads_of, step_times
 from specgraph.explore.weights import sharing
 
 LIBRARIES = {"cytoscape.min.js": "cytoscape", "cytoscape-dagre.min.js": "cytoscape-dagre", "uPlot.iife.min.js": "uPlot"}
-"""What draws the graphs and the plot, with the name of its licence; ``vendor/README.md`` says where they are from."""
+"""The libraries that draw the graphs and the plot, with the names of their licences. ``vendor/README.md`` names their
+sources."""
 SCRIPTS = ("dom.js", "data.js", "stages.js", "graph.js", "node.js", "weights.js", "drafts.js", "times.js", "main.js")
 STYLES = ("vendor/uPlot.min.css", "page/page.css")
 UNKNOWN_LENGTH = 1024

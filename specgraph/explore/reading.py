@@ -1,4 +1,4 @@
-"""Reads what the explorer needs of a dump. Nothing of it is run."""
+"""Reads the files of a dump for the explorer, and runs none of its code."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from specgraph.errors import ConfigError
 AGAIN = "write the dump again with python -m specgraph dump"
 PASS = {"stage": str, "before": str, "pass": str, "about": str, "seconds": float, "matches": int,
         "bytes_shared": int, "notes": list, "near_misses": list}  # fmt: skip
-"""What the report says of a pass, with the types of the values."""
+"""The values that the record has for every pass, with their types."""
 COMPILATION = {"target": str, "vocab_size": int, "drafter": str, "num_speculative_tokens": int, "rule": str,
                "device": str, "reads": list, "notes": list}  # fmt: skip
-"""What it says of the whole."""
+"""The values that the record has for the whole compilation."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Bandwidth:
 
 
 def reads_of(dump: Dump) -> list[CallReads]:
-    """What the calls of a step read, as the dump says it; empty if it does not."""
+    """The bytes that the calls of a step read, from the record of the dump; empty if the record lacks them."""
     return [CallReads.of_record(record) for record in dump.record.get("reads", [])]
 
 

@@ -61,7 +61,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a run of both has shown.
+    """The result of running both.
 
     Attributes:
         compared: the number of values that both computed in the same shape.

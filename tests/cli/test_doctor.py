@@ -129,7 +129,7 @@ def test_a_copy_that_hides_the_folder_of_the_sources(
     assert main(["doctor", "decode=false"]) == 0
     shown = capsys.readouterr().out
     assert f", the copy in {Path(doctor.__file__).parents[1]}, which hides that in {empty_folder}\n" in shown
-    assert f"shall have an effect, install that folder: python -m pip install -e {empty_folder}\n" in shown
+    assert f"To run the code in {empty_folder}, install that folder: python -m pip install -e {empty_folder}\n" in shown
 
 
 WITHOUT_FINDERS = (
