@@ -16,8 +16,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.models import SHAPES, shape_config
-from specgraph.bench.run import make_target
-from specgraph.cli.loading import device_and_dtype, load_model
+from specgraph.cli.commands import bench_model
+from specgraph.cli.loading import device_and_dtype
 from specgraph.config import Config, group_choices, load_config
 
 Options = TypeVar("Options", bound=BenchConfig)
@@ -41,16 +41,13 @@ def read_options(words: Sequence[str], kind: type[Options], defaults: Mapping[st
 
 def place_of(options: BenchConfig) -> tuple[torch.device, str]:
     """The device, and the name of the dtype."""
-    device, dtype = device_and_dtype(options)
+    device, dtype = device_and_dtype(options.device, options.dtype)
     return torch.device(device), dtype
 
 
 def target_of(options: BenchConfig) -> PreTrainedModel:
     """The target: of a known shape with random weights, or loaded."""
-    device, dtype = place_of(options)
-    if options.target in SHAPES:
-        return make_target(options, device)
-    return load_model(options.target, str(device), dtype, options.trust_remote_code, "target")
+    return bench_model(options, *device_and_dtype(options.device, options.dtype))
 
 
 def model_config_of(options: BenchConfig) -> PretrainedConfig:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.cpu import GENERATE, bench_cpu
 from specgraph.bench.first_token import bench_first_token
-from specgraph.bench.models import SHAPES, random_target
+from specgraph.bench.models import SHAPES
 from specgraph.bench.report import (
     Plot,
     Row,
@@ -51,11 +51,6 @@ def dtype_on(name: str, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def make_target(options: BenchConfig, device: torch.device) -> PreTrainedModel:
-    """A target of a named shape, with random weights."""
-    return random_target(options.target, device, dtype_on(options.dtype, device))
 
 
 def run(

@@ -75,7 +75,7 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     check_engine(options)
     chat_options = read_chat_options(options)
     texts = read_prompts(options.prompt, options.prompts, options.template, options.limit, chat_options)
-    place = device_and_dtype(options)
+    place = device_and_dtype(options.device, options.dtype)
     check_folder(options.model)
     limits = limits_of(options.model, config, options.trust_remote_code)
     tokenizer = load_tokenizer(options.model, options.trust_remote_code)
@@ -149,7 +149,7 @@ def _peers(
 def dump(cfg: DictConfig) -> dict[str, str]:
     """Compile and write the graphs of every stage."""
     config, options = _split("dump", cfg)
-    place = device_and_dtype(options)
+    place = device_and_dtype(options.device, options.dtype)
     check_folder(options.model)
     dumps.check_folder(options.out)
     decoder = compile_speculative(load_model(options.model, *place, options.trust_remote_code), config)
@@ -183,7 +183,7 @@ def bench(cfg: DictConfig) -> dict[str, str]:
     config = _compiled_part(cfg)
     check_bench_config(options)
     run.check_target(options.target)
-    place = device_and_dtype(options)
+    place = device_and_dtype(options.device, options.dtype)
     if options.target not in SHAPES:
         check_folder(options.target, "target")
     if options.what == "tune":
@@ -191,16 +191,17 @@ def bench(cfg: DictConfig) -> dict[str, str]:
     if options.what in ("cpu", "tune"):
         check_drafts(options.drafts)
     prompts = _file_prompts(options, options.num_decoded if options.what in ("cpu", "tune") else None)
-    return run.run(_bench_model(options, *place), options, config, prompts)
+    return run.run(bench_model(options, *place), options, config, prompts)
 
 
-def _bench_model(options: BenchConfig, device: str, dtype: str) -> PreTrainedModel:
+def bench_model(options: BenchConfig, device: str, dtype: str) -> PreTrainedModel:
     """The target that ``bench`` measures: of a known shape with random weights, or loaded."""
-    from specgraph.bench import run
-    from specgraph.bench.models import SHAPES
+    from specgraph.bench.models import SHAPES, random_target
+    from specgraph.bench.run import dtype_on
 
     if options.target in SHAPES:
-        return run.make_target(options, torch.device(device))
+        place = torch.device(device)
+        return random_target(options.target, place, dtype_on(dtype, place))
     return load_model(options.target, device, dtype, options.trust_remote_code, "target")
 
 
@@ -219,7 +220,7 @@ def train(cfg: DictConfig) -> dict[str, str]:
 
     options: Any = OmegaConf.to_object(cfg)
     check_head_config(options)  # before a model is loaded
-    place = device_and_dtype(options)
+    place = device_and_dtype(options.device, options.dtype)
     check_dtype(*place)
     check_folder(options.model)
     model = load_model(options.model, *place, options.trust_remote_code)

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
@@ -24,18 +24,12 @@ from specgraph.runtime.requests.request import Limits
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-class _Placed(Protocol):
-    device: str
-    dtype: str
-
-
-def device_and_dtype(options: _Placed) -> tuple[str, str]:
+def device_and_dtype(device: str, dtype: str) -> tuple[str, str]:
     """The device and the dtype of the model, with ``auto`` resolved.
 
     Raises:
         ConfigError: there is no such device or dtype.
     """
-    device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -44,7 +38,6 @@ def device_and_dtype(options: _Placed) -> tuple[str, str]:
         reason = (str(error) or "unknown").splitlines()[0].rstrip(".")
         use = "auto, cpu or cuda" if torch.cuda.is_available() else "auto or cpu"
         raise ConfigError(f"device={device} cannot be used: {reason}; use {use}.") from None
-    dtype = options.dtype
     if dtype not in ("auto", *DTYPES):
         meant = {"fp": "float", "bf": "bfloat"}.get(dtype[:2].lower(), dtype[:2]) + dtype[2:]
         raise ConfigError(f"There is no dtype={dtype}{did_you_mean(meant, DTYPES)}; it is auto, {', '.join(DTYPES)}.")
