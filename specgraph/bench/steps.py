@@ -118,11 +118,10 @@ def _measure(
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     begin = time.perf_counter()
-    limits = dataclasses.replace(options, steps=1, warmup=0)
     prompts = random_prompts(program.target.vocab_size, batch, options.prompt_length)
-    time_steps(decoder, prompts, k, limits, options)  # compiles kernels, captures graphs
+    time_steps(decoder, prompts, k, options, first=True)  # compiles kernels, captures graphs
     first = time.perf_counter() - begin
-    timed = time_steps(decoder, prompts, k, options, options)
+    timed = time_steps(decoder, prompts, k, options)
     traffic = step_traffic(program, batch, timed.context, k, timed.tokens_per_step)
     seconds, limit = statistics.median(timed.seconds), traffic.total / bandwidth
     rate = decoder.config.verify.acceptance_rate
@@ -163,15 +162,16 @@ def _looks_up(draft: DraftConfig) -> bool:
 
 
 def time_steps(
-    decoder: SpeculativeDecoder, prompts: Sequence[Tensor], k: int, options: BenchConfig, room: BenchConfig,
-    temperature: float = 0.0,
+    decoder: SpeculativeDecoder, prompts: Sequence[Tensor], k: int, options: BenchConfig, temperature: float = 0.0, *,
+    first: bool = False,
 ) -> Timed:  # fmt: skip
     """Decode, and measure the time from the results of one step to those of the next.
 
     The steps that run the prompt and the ``warmup`` steps after it do not count, and neither do steps after the next
-    ``steps`` ones. ``room`` determines the size of the caches, so that a short run can allocate what a long run needs.
+    ``steps`` ones. The ``first`` run ends after one step, with caches of the size that all steps need.
     """
-    longest = needed_length(room, k) - room.prompt_length
+    longest = needed_length(options, k) - options.prompt_length
+    steps, warmup = (1, 0) if first else (options.steps, options.warmup)
     stream = decoder.stream(prompts, max_new_tokens=longest, eos_token_id=[], temperature=temperature, seed=0)
     lengths = sum(prompt.numel() for prompt in prompts)
     seconds: list[float] = []
@@ -180,11 +180,11 @@ def time_steps(
         now = time.perf_counter()
         new = sum(map(len, chunk.tokens))
         decoded += decoded >= 0 or all(chunk.tokens)  # the step that ends all prompts is step 0
-        if decoded > options.warmup:
+        if decoded > warmup:
             seconds.append(now - before)
             emitted, contexts = emitted + new, contexts + lengths
         lengths, before = lengths + new, now
-        if len(seconds) == options.steps:
+        if len(seconds) == steps:
             break
     stream.close()
     scale = len(seconds) * len(prompts)

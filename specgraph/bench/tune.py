@@ -98,18 +98,18 @@ def bench_tune(
     Raises:
         SpecgraphError: a draft allows none of the choices, or the prompts do not fit into the target's positions.
     """
-    room = dataclasses.replace(options, prompt_length=max(map(len, prompts)))
+    options = dataclasses.replace(options, prompt_length=max(map(len, prompts)))
     plain: dict[int, float] = {}
     for draft in dict.fromkeys([PLAIN, *options.drafts]):
         choices, errors = _choices(draft, options), []
         for choice in choices:
             try:
-                decoder = _compile(model, choice, config, room)
+                decoder = _compile(model, choice, config, options)
             except SpecgraphError as error:
                 errors.append(error)
                 print(f"Not possible: {choice.keys}: {error}", flush=True)
                 continue
-            yield from _measure(decoder, choice, prompts, room, bandwidth, plain)
+            yield from _measure(decoder, choice, prompts, options, bandwidth, plain)
             del decoder
             gc.collect()  # frees the graphs and the GPU memory of this decoder before the next one needs memory
         if len(errors) == len(choices):
@@ -122,18 +122,18 @@ def _choices(draft: str, options: BenchConfig) -> list[_Choice]:
     return [_Choice(draft, rule, k) for rule, k in itertools.product(options.rules, options.num_speculative_tokens)]
 
 
-def _compile(model: PreTrainedModel, choice: _Choice, config: Config, room: BenchConfig) -> SpeculativeDecoder:
-    """A decoder with room for whole answers and for the steps that are timed."""
-    longest = max(needed_length(room, choice.k), room.prompt_length + room.new_tokens + choice.k + 1)
-    keys = f"A prompt of {room.prompt_length} tokens, steps={room.steps} and new_tokens={room.new_tokens}"
-    check_positions(model, room, longest, f"{keys} at K = {choice.k}")
-    config = dataclasses.replace(config, max_length=longest, max_batch_size=max(room.batches))
+def _compile(model: PreTrainedModel, choice: _Choice, config: Config, options: BenchConfig) -> SpeculativeDecoder:
+    """A decoder that is long enough for whole answers and for the steps that are timed."""
+    longest = max(needed_length(options, choice.k), options.prompt_length + options.new_tokens + choice.k + 1)
+    keys = f"A prompt of {options.prompt_length} tokens, steps={options.steps} and new_tokens={options.new_tokens}"
+    check_positions(model, options, longest, f"{keys} at K = {choice.k}")
+    config = dataclasses.replace(config, max_length=longest, max_batch_size=max(options.batches))
     own = with_drafts(with_draft(config, choice.draft), choice.k)
     return compile_speculative(model, with_rule(own, choice.rule), draft=checkpoint_of(choice.draft))
 
 
 def _measure(
-    decoder: SpeculativeDecoder, choice: _Choice, prompts: Sequence[Tensor], room: BenchConfig, bandwidth: float,
+    decoder: SpeculativeDecoder, choice: _Choice, prompts: Sequence[Tensor], options: BenchConfig, bandwidth: float,
     plain: dict[int, float],
 ) -> Iterator[Row]:  # fmt: skip
     """Measure a choice at every number of sequences. ``plain`` gets the speeds of the first choice, plain decoding.
@@ -146,14 +146,14 @@ def _measure(
     - for each draft position, the share of decode steps that accepted it
     """
     stats: Stats = decoder.generate(
-        list(prompts), max_new_tokens=room.new_tokens, temperature=room.temperature, seed=0
+        list(prompts), max_new_tokens=options.new_tokens, temperature=options.temperature, seed=0
     ).stats
     program = decoder.stages[STAGE]
-    for batch in room.batches:
+    for batch in options.batches:
         some = list(itertools.islice(itertools.cycle(prompts), batch))
-        short = dataclasses.replace(room, steps=1, warmup=0)
-        time_steps(decoder, some, choice.k, short, room, room.temperature)  # compiles kernels, captures graphs
-        timed = time_steps(decoder, some, choice.k, room, room, room.temperature)
+        # The first run compiles kernels and captures graphs.
+        time_steps(decoder, some, choice.k, options, options.temperature, first=True)
+        timed = time_steps(decoder, some, choice.k, options, options.temperature)
         seconds = statistics.median(timed.seconds)
         traffic = step_traffic(program, batch, timed.context, choice.k, timed.tokens_per_step)
         per_step = stats.acceptance_length if choice.k else 1.0

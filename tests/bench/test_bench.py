@@ -120,7 +120,7 @@ def test_steps_that_are_timed_are_decode_steps() -> None:
     decoder = decoder_of("eagle3", verify={"rule": "synthetic", "acceptance_rate": 1.0})
     options = BenchConfig(target="x", prompt_length=11, steps=4, warmup=2)
     prompts = steps.random_prompts(VOCAB, 2, 11)
-    timed = steps.time_steps(decoder, prompts, 3, options, options)
+    timed = steps.time_steps(decoder, prompts, 3, options)
     assert len(timed.seconds) == 4 and min(timed.seconds) > 0
     assert timed.tokens_per_step == 4
     # The prompt's step gives one token, two warm-up steps four each at most (the first has no drafts yet: one).
