@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specgraph.explore.difference import Difference, difference
-from specgraph.explore.reading import Stage
+from specgraph.explore.dump_files import Stage
 
 
 def changes_of(stage: Stage, before: Stage | None) -> dict[str, dict[str, Any]]:

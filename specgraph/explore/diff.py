@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specgraph.errors import ConfigError
 from specgraph.explore.difference import Difference, Entry, difference
-from specgraph.explore.reading import Dump, Node, Stage, read_dump
+from specgraph.explore.dump_files import Dump, Node, Stage, read_dump
 from specgraph.explore.values import Deviation, compare_values
 
 SHOWN = 20

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from specgraph.explore.reading import Node, Stage
+from specgraph.explore.dump_files import Node, Stage
 
 _NAME = re.compile(r'(?<![\w."])[A-Za-z_]\w*(?!\w|=[^=])')
 """A variable in the code of a node: no attribute, no name of an argument, and no word of a text."""

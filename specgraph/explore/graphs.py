@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from specgraph.explore.reading import Dump, Node
+from specgraph.explore.dump_files import Dump, Node
 from specgraph.explore.sizes import evaluate
 
 _LAYER = re.compile(r"\.(\d+)\.")

@@ -14,11 +14,11 @@ from typing import Any
 
 from specgraph.errors import ConfigError
 from specgraph.explore.changes import changes_of
-from specgraph.explore.drafts import TraceFile, acceptance, check_same, read_trace, why
+from specgraph.explore.dump_files import Dump, read_dump
 from specgraph.explore.graphs import node_table
-from specgraph.explore.reading import Dump, read_dump
 from specgraph.explore.sizes import decode_sizes
 from specgraph.explore.times import Bandwidth, reads_of, step_times
+from specgraph.explore.trace_file import TraceFile, acceptance, check_same, read_trace, why
 from specgraph.explore.weights import sharing
 
 LIBRARIES = {"cytoscape.min.js": "cytoscape", "cytoscape-dagre.min.js": "cytoscape-dagre", "uPlot.iife.min.js": "uPlot"}

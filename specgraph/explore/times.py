@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specgraph.explore.drafts import TraceFile, TraceStep
-from specgraph.explore.reading import Dump
+from specgraph.explore.dump_files import Dump
+from specgraph.explore.trace_file import TraceFile, TraceStep
 from specgraph.ir.traffic import CallReads, Traffic, traffic
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from specgraph.explore.reading import Dump, Tensor
+from specgraph.explore.dump_files import Dump, Tensor
 
 SHARING = "share_weights"
 """The pass that shares weights, and the stage that it makes."""

@@ -15,7 +15,7 @@ from specgraph.cli import main
 from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import SpecgraphError
 from specgraph.explore import explore
-from specgraph.explore.drafts import read_trace
+from specgraph.explore.trace_file import read_trace
 from tests.models import shared_model
 
 

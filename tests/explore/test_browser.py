@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specgraph.explore.drafts import why
+from specgraph.explore.trace_file import why
 from specgraph.ir.shapes import items_of, shape_of
 from tests.explore.browser import Browser, browser, find
 from tests.explore.conftest import HOSTILE, Made

@@ -17,7 +17,7 @@ from specgraph.dump import load_stage
 from specgraph.errors import ConfigError
 from specgraph.explore.diff import diff
 from specgraph.explore.difference import difference, translate
-from specgraph.explore.reading import Node, Stage, read_dump
+from specgraph.explore.dump_files import Node, Stage, read_dump
 from tests.decoding import compiled
 from tests.models import shared_model
 

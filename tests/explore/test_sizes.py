@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specgraph.explore.dump_files import Node
 from specgraph.explore.graphs import layers
-from specgraph.explore.reading import Node
 from specgraph.explore.sizes import decode_sizes, evaluate
 from specgraph.ir.shapes import SIZES, describe_bytes
 from specgraph.ir.traffic import CallReads, step_reads, traffic

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from specgraph.errors import ConfigError
-from specgraph.explore.drafts import acceptance, check_same, read_trace, why
-from specgraph.explore.reading import Dump
+from specgraph.explore.dump_files import Dump
+from specgraph.explore.trace_file import acceptance, check_same, read_trace, why
 from tests.explore.conftest import Made
 
 ABOUT = {"trace": 1, "target": "A", "drafter": "b", "rule": "strict", "num_speculative_tokens": 3, "prompts": [[1, 2]]}

@@ -10,7 +10,7 @@ from typing import Any
 
 from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
-from specgraph.explore.reading import Dump, checked
+from specgraph.explore.dump_files import Dump, checked
 from specgraph.runtime.outputs.trace import FORMAT
 
 AGAIN = "write it again with python -m specgraph generate trace=FILE"
