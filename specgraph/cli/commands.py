@@ -17,7 +17,7 @@ from specgraph import dump as dumps
 from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.checkpoints.gguf import is_gguf
 from specgraph.cli.check_options import RAY, check_engine, check_options
-from specgraph.cli.config import options_of
+from specgraph.cli.command_table import options_of
 from specgraph.cli.decode_prompts import (
     PeerOutcome,
     Prompt,

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from specgraph.cli.config import COMMANDS, draft_paths, literal, trained_head, unquoted
+from specgraph.cli.command_table import COMMANDS, draft_paths, literal, trained_head, unquoted
 from specgraph.cli.flags import read_flags
 from specgraph.cli.generation import refuse_arguments
 from specgraph.cli.help import help_text, overview

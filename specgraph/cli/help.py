@@ -13,7 +13,7 @@ import textwrap
 from omegaconf import DictConfig, OmegaConf
 
 from specgraph.cli import doctor
-from specgraph.cli.config import COMMANDS, Command
+from specgraph.cli.command_table import COMMANDS, Command
 from specgraph.config import DraftConfig, group_choices
 from specgraph.config.drafters import DraftKeys, readers
 from specgraph.config.groups import default_groups

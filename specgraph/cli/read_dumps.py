@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from omegaconf import DictConfig
 
-from specgraph.cli.config import options_of
+from specgraph.cli.command_table import options_of
 from specgraph.cli.keys import DiffConfig, ExploreConfig
 from specgraph.errors import ConfigError
 

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from specgraph.cli import commands, decode_prompts, main
-from specgraph.cli.config import COMMANDS
+from specgraph.cli.command_table import COMMANDS
 from specgraph.cli.decode_prompts import Outcome, PeerOutcome
 from specgraph.cli.help import describe
 from specgraph.cli.summary import compare_rows

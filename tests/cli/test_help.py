@@ -14,7 +14,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from specgraph.cli import commands, main
-from specgraph.cli.config import COMMANDS
+from specgraph.cli.command_table import COMMANDS
 
 pytestmark = pytest.mark.usefixtures("cached_decoders")
 CALL = "python -m specgraph "

@@ -26,7 +26,7 @@ from benchmarks.soak import SoakOptions
 from specgraph.bench.config import BenchConfig, check_bench_config
 from specgraph.bench.models import SHAPES
 from specgraph.cli import commands, main
-from specgraph.cli.config import COMMANDS
+from specgraph.cli.command_table import COMMANDS
 from specgraph.config import Config
 from specgraph.config.drafters import trained_by
 from specgraph.training.config import HeadTrainConfig, check_head_config

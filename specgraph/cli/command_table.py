@@ -1,4 +1,4 @@
-"""The commands: their arguments, and the files that these name."""
+"""The table of commands, with their arguments, and the overrides that name files."""
 
 from __future__ import annotations
 
