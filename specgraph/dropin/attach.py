@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import ConfigLike, check_no_keys
 from specgraph.drafters.base import DraftLike
-from specgraph.dropin.prepared import SETTLED, Prepared, add_stop_strings, check_arguments, check_prepared, check_rope
+from specgraph.dropin.prepared import NEUTRAL, Prepared, add_stop_strings, check_arguments, check_prepared, check_rope
 from specgraph.errors import InputError
 from specgraph.runtime.decoder import SpeculativeDecoder
 
@@ -160,8 +160,8 @@ def _decode(
     # Ids outside of the vocabulary, such as -1, are a way to say that there is no such token.
     eos_ids, pads = ([t for t in ids if 0 <= t < decoder.vocab_size] for ids in (call.eos_ids, [call.pad_id]))
     options: dict[str, Any] = {
-        **SETTLED, **call.sampling(), "max_new_tokens": call.max_new_tokens, "eos_token_id": eos_ids,
+        **NEUTRAL, **call.sampling(), "max_new_tokens": call.max_new_tokens, "eos_token_id": eos_ids,
         "pad_token_id": pads[0] if pads else None, "stopping_criteria": call.host_criteria, "streamer": streamer,
-        **call.wanted(),
+        **call.output_options(),
     }  # fmt: skip
     return call.output(decoder.generate_as_transformers(input_ids, mask, **options))

@@ -47,14 +47,14 @@ WARPERS: dict[type[LogitsProcessor], str] = {
 """Processors that the decoder has itself, by the names of its options, in the order in which it applies them."""
 _NO_EFFECT = (LogitNormalization,)
 """Processors that change neither the largest score nor any probability."""
-SETTLED: Mapping[str, Any] = {
+NEUTRAL: Mapping[str, Any] = {
     **{name: refusal.neutral[0] for name, refusal in REFUSED.items()},
     **{name: option.off for name, option in LOGIT_OPTIONS.items()},
     "num_return_sequences": 1, "stop_strings": (), "max_time": math.inf,
 }  # fmt: skip
 """The options that transformers has applied before it calls a decoding method, at the values that switch them off. They
 are passed to the decoder so that it does not take them from the model's configuration again."""
-_UNSEEN = (
+_NOT_HANDED_ON = (
     "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus", "past_key_values",
     "inputs_embeds", "position_ids", "token_healing",
 )  # fmt: skip
@@ -68,7 +68,7 @@ _BY_PROCESSORS = frozenset({
 host."""
 _PREPARED = frozenset({"past_key_values", "position_ids", "cache_position"})
 """Arguments that transformers hands to a decoding method whether or not a caller gave them."""
-_OF_NO_CONSEQUENCE = frozenset({"input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep", "return_dict"})
+_IGNORED = frozenset({"input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep", "return_dict"})
 """Arguments of a model's forward pass on which no token depends, or which the decoder reads."""
 
 
@@ -81,7 +81,7 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         InputError: one of them is given.
     """
     others: dict[str, Any] = arguments.get("kwargs", {})
-    for name in _UNSEEN:
+    for name in _NOT_HANDED_ON:
         if asks_for(name, arguments.get(name, others.get(name))):
             raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
     check_config(arguments.get("generation_config"))
@@ -92,7 +92,7 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     if isinstance(inputs, Tensor) and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != inputs.shape:
         raise InputError(f"attention_mask is {[*mask.shape]}, but must be {[*inputs.shape]} like the prompts.")
     forward = inspect.signature(model.forward).parameters
-    known = _OF_NO_CONSEQUENCE | vars(GenerationConfig()).keys()
+    known = _IGNORED | vars(GenerationConfig()).keys()
     for name, value in others.items():
         if name in forward and name not in known and value is not None:
             raise InputError(_refusal(model, f"{name}=", "the model was compiled without it"))
@@ -277,7 +277,7 @@ class Prepared:
             raise InputError("prefix_allowed_tokens_fn goes behind all other processors on the host; leave one out.")
         return with_padded_ngrams(options, self) | {"logits_processor": between}
 
-    def wanted(self) -> dict[str, bool]:
+    def output_options(self) -> dict[str, bool]:
         """The options of the decoder that ask for the logits which the output class has to contain."""
         names = ("output_scores", "output_logits")
         return {n: bool(self.config.return_dict_in_generate and getattr(self.config, n)) for n in names}
@@ -301,7 +301,7 @@ class Prepared:
         In each part they are in the order in which they are applied, so all of them are. Scores show what changes no
         token, such as a temperature before a greedy choice. Where they are wanted, the host applies that, too.
         """
-        shown = self.wanted()["output_scores"]
+        shown = self.output_options()["output_scores"]
         processors: list[Any] = read_processors([*self.processors])
         processors = [p for p in processors if shown or type(p) not in _NO_EFFECT]
         end = len(processors)
