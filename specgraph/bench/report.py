@@ -38,9 +38,9 @@ class Cell(NamedTuple):
     @property
     def text(self) -> str:
         """The value as a table shows it."""
-        return (
-            "-" if self.value is None else format(self.value if self.unit == 1 else self.value / self.unit, self.spec)
-        )
+        if self.value is None:
+            return "-"
+        return format(self.value if self.unit == 1 else self.value / self.unit, self.spec)
 
 
 @dataclass(frozen=True)
