@@ -17,7 +17,7 @@ Pair = tuple[int, Any, int, Any]
 """Two axes and a value of each."""
 
 
-def product(axes: Mapping[str, Sequence[Any]], possible: Callable[..., bool]) -> list[Case]:
+def product(axes: Mapping[str, Sequence[Any]], possible: Callable[..., bool] = lambda **_: True) -> list[Case]:
     """All combinations that exist, in the order of the axes. ``possible`` takes a value of every axis by its name."""
     cases = itertools.product(*axes.values())
     return [case for case in cases if possible(**dict(zip(axes, case, strict=True)))]

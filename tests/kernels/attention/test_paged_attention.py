@@ -19,6 +19,7 @@ from specgraph.kernels.attention.attention import PAGED_ATTENTION, ROTARY_ATTENT
 from specgraph.kernels.attention.paged import Tiling, block_queries, suits_prefill
 from specgraph.kernels.ops import Op
 from tests.kernels.rounding import assert_within, attention_error, unit
+from tests.pairwise import cover, product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -268,17 +269,25 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, tiling: Tili
         assert torch.equal(found[0], wanted[of, first : first + count]), (of, first, count)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 45}, {"sinks": SINKS[:4]}, {"softcap": 2.0}], ids=["all", "window", "sinks", "softcap"]
-)
-@pytest.mark.parametrize("block_keys", [64] if DEVICE == "cuda" else [16, 32, 64, 128])
-def test_the_kernel_for_many_rows_gives_the_bits_of_that_for_few(block_keys: int, options: dict[str, Any]):
+HEADS: dict[str, dict[str, Any]] = {
+    "rotated": {"rotary": True},
+    "partly rotated, odd sizes": {"dim": 24, "value_dim": 40, "groups": 1, "rotary": 6},
+    "pages of 5": {"block_size": 5},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {}, "window": {"window": 45}, "sinks": {"sinks": SINKS[:4]}, "softcap": {"softcap": 2.0},
+}  # fmt: skip
+BLOCKS = [64] if DEVICE == "cuda" else [16, 32, 64, 128]
+KERNELS = cover(product({"block_keys": BLOCKS, "options": [*OPTIONS], "heads": [*HEADS]}), (0, 1))
+
+
+@pytest.mark.parametrize(("block_keys", "options", "heads"), KERNELS)
+def test_the_kernel_for_many_rows_gives_the_bits_of_that_for_few(block_keys: int, options: str, heads: str):
     """Contexts of several split groups, of one KV split and of none; pages that no block ends with; padding."""
     tiling = Tiling(kv_split=128, block_keys=block_keys, split_group=2)
-    for changes in ({"rotary": True}, {"dim": 24, "value_dim": 40, "groups": 1, "rotary": 6}, {"block_size": 5}):
-        case = Case((300, 130, 0), (21, 3, 17), torch.float16, **changes)
-        found = case.run(dataclasses.replace(tiling, prefill=True), **options)
-        assert torch.equal(found, case.run(dataclasses.replace(tiling, prefill=False), **options)), changes
+    case = Case((300, 130, 0), (21, 3, 17), torch.float16, **HEADS[heads])
+    found = case.run(dataclasses.replace(tiling, prefill=True), **OPTIONS[options])
+    assert torch.equal(found, case.run(dataclasses.replace(tiling, prefill=False), **OPTIONS[options]))
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,10 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
+KINDS = ["8 plain 2", "16 gated 1", "64 plain 1", "64 gated 1", "128 plain 2"]
+"""Rows, whether the product is gated, and split-K slices."""
 COMPILE = """
+import json
 import re
 import sys
 
@@ -21,8 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from specgraph.kernels.linear import hopper as hopper
 
-ROWS, GATED, PIECES = int(sys.argv[1]), sys.argv[2] == "gated", int(sys.argv[3])
-tiling = hopper.ring(ROWS, 4096, PIECES, GATED)
+SEEN = r"griddepcontrol.launch_dependents|griddepcontrol.wait|cp.async.bulk.tensor|wgmma.mma_async|st.global|ld.global"
 kernel = hopper.linear_hopper_kernel
 
 
@@ -30,36 +33,50 @@ def descriptor(rows):
     return f"tensordesc<bf16[{rows}, {hopper.BLOCK_K}],{hopper._layout(rows, torch.bfloat16)!r}>"
 
 
-fixed = {"BLOCK_N": tiling.block_n, "BLOCK_K": hopper.BLOCK_K, "BLOCKS": 8, "PIECES": PIECES, "GROUPS": 64}
-fixed |= {"SPLIT": tiling.split, "STAGES": tiling.stages, "GATED": GATED, "ACTIVATION": "silu" if GATED else "none"}
-fixed["PDL"] = True
-if not tiling.split:
-    fixed |= {"partial_ptr": None, "counter_ptr": None}
-types = dict.fromkeys(kernel.arg_names, "i32")
-types |= {name: "*bf16" for name in types if name.endswith("_ptr")}
-types |= {"sum_sq_ptr": "*fp32", "out_sum_sq_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
-types |= {"weight": descriptor(hopper.TILE_O), "x": descriptor(tiling.block_n)}
-types |= {"norm_eps": "fp32", "norm_offset": "fp32"}
-types |= dict.fromkeys(fixed, "constexpr")
-places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
-compiled = triton.compile(
-    GluonASTSource(kernel, types, places), target=GPUTarget("cuda", 90, 32),
-    options={"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True},
-)
-assert compiled.metadata.shared <= 227 * 1024, compiled.metadata.shared
-seen = r"griddepcontrol.launch_dependents|griddepcontrol.wait|cp.async.bulk.tensor|wgmma.mma_async|st.global|ld.global"
-for instruction in re.findall(seen, compiled.asm["ptx"]):
-    print(instruction)
+def instructions(rows, gated, pieces):
+    tiling = hopper.ring(rows, 4096, pieces, gated)
+    fixed = {"BLOCK_N": tiling.block_n, "BLOCK_K": hopper.BLOCK_K, "BLOCKS": 8, "PIECES": pieces, "GROUPS": 64}
+    fixed |= {"SPLIT": tiling.split, "STAGES": tiling.stages, "GATED": gated}
+    fixed |= {"ACTIVATION": "silu" if gated else "none", "PDL": True}
+    if not tiling.split:
+        fixed |= {"partial_ptr": None, "counter_ptr": None}
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= {name: "*bf16" for name in types if name.endswith("_ptr")}
+    types |= {"sum_sq_ptr": "*fp32", "out_sum_sq_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    types |= {"weight": descriptor(hopper.TILE_O), "x": descriptor(tiling.block_n)}
+    types |= {"norm_eps": "fp32", "norm_offset": "fp32"}
+    types |= dict.fromkeys(fixed, "constexpr")
+    places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
+    compiled = triton.compile(
+        GluonASTSource(kernel, types, places), target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True},
+    )
+    assert compiled.metadata.shared <= 227 * 1024, compiled.metadata.shared
+    return re.findall(SEEN, compiled.asm["ptx"])
+
+
+found = {}
+for kind in sys.argv[1:]:
+    rows, gated, pieces = kind.split()
+    found[kind] = instructions(int(rows), gated == "gated", int(pieces))
+print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("kind", ["8 plain 2", "16 gated 1", "64 plain 1", "64 gated 1", "128 plain 2"])
-def test_weights_are_asked_for_before_the_wait_and_nothing_else_is(kind: str):
+@pytest.fixture(scope="module")
+def instructions() -> dict[str, list[str]]:
+    """Those of interest, in order, of the kernel of every kind; all are compiled by one process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, *kind.split()]
+    command = [sys.executable, "-c", COMPILE, *KINDS]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
-    order = result.stdout.split()
+    found: dict[str, list[str]] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_asked_for_before_the_wait_and_nothing_else_is(kind: str, instructions: dict[str, list[str]]):
+    order = instructions[kind]
     assert order[0] == "griddepcontrol.launch_dependents"
     last_wait = max(place for place, name in enumerate(order) if name == "griddepcontrol.wait")
     before, after = order[1:last_wait], order[last_wait + 1 :]

@@ -13,6 +13,7 @@ from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.draft import SAMPLE_DRAFT, sample_draft_cpu, sample_draft_reference
 from specgraph.kernels.sampling.sample import RULES
 from tests.kernels.sampling.rows import ROWS
+from tests.pairwise import cover, product
 
 BATCH, COUNT, VOCAB = 40, 2, 800
 
@@ -38,10 +39,10 @@ def problem(**options: Any) -> SampleDraft:
     return SampleDraft(**{**given, **options})
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mapped", [False, True], ids=["all", "mapped"])
-@pytest.mark.parametrize("limit", [None, 500, VOCAB])
-@pytest.mark.parametrize("keep", [False, True], ids=["tokens", "weights"])
+AXES = {"rule": RULES, "limit": (None, 500, VOCAB), "mapped": (False, True), "keep": (False, True)}
+
+
+@pytest.mark.parametrize([*AXES], cover(product(AXES), (0, 1)))
 def test_they_are_those_of_the_definition(rule: str, mapped: bool, limit: int | None, keep: bool) -> None:
     ids: Tensor | None = torch.randperm(5 * VOCAB, generator=torch.Generator().manual_seed(1))[:VOCAB]
     given = problem(

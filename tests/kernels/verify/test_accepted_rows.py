@@ -63,10 +63,10 @@ def test_emitting_names_the_rows() -> None:
 # point masses
 
 
-def mixed(drawn: int = 3, own: int | None = None, cuts: bool = False) -> dict[str, Any]:
+def mixed(drawn: int = 3, own: int | None = None, cuts: bool = False, batch: int = 4) -> dict[str, Any]:
     """Every other sequence has point masses; what the draft logits hold for it is arbitrary."""
-    given = with_draft_logits(problem(12, 3, 300), drawn, own)
-    given["point_mass"] = torch.arange(12, device=DEVICE) % 2 == 1
+    given = with_draft_logits(problem(batch, 3, 300), drawn, own)
+    given["point_mass"] = torch.arange(batch, device=DEVICE) % 2 == 1
     return with_cuts(given) if cuts else given
 
 
@@ -109,8 +109,8 @@ def test_draft_logits_lie_where_the_row_index_says(
     chosen, kept = given["point_mass"], given["draft_logits"]
     given["point_mass"] = chosen if points else None
     wanted = form({**given, "point_mass": chosen}, rule, "raw")
-    rows = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:12].to(DEVICE)
-    buffer = torch.full((20, *kept.shape[1:]), torch.nan, dtype=kept.dtype, device=DEVICE)
+    rows = torch.randperm(7, generator=torch.Generator().manual_seed(1))[:4].to(DEVICE)
+    buffer = torch.full((7, *kept.shape[1:]), torch.nan, dtype=kept.dtype, device=DEVICE)
     buffer[rows] = kept
     given |= {"draft_logits": buffer, "draft_rows": rows if points else rows.masked_fill(chosen, -1)}
     for one, other in zip(wanted, form(given, rule, "raw"), strict=True):
@@ -119,7 +119,7 @@ def test_draft_logits_lie_where_the_row_index_says(
 
 @both_rules
 def test_the_kernels_give_the_references_tokens(rule: str) -> None:
-    given = mixed(2)
+    given = mixed(2, batch=12)
     wanted, found = reference(given, rule, "raw"), launch(given, rule, "raw")
     assert torch.equal(found.emitted, wanted.emitted) and torch.equal(found.accepted_rows, wanted.accepted_rows)
     torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
