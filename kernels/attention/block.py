@@ -24,7 +24,7 @@ Source: DFlash (z-lab, 2026), ``dflash/model.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -45,7 +45,23 @@ from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_refer
 from specgraph.kernels.state import STATEFUL, Stateful
 
 
-def sees(positions: Tensor, keys: Tensor, given: BlockAttention | PagedBlockAttention) -> Tensor:
+class Sight(Protocol):
+    """What :class:`BlockAttention` says about the keys that queries of a block see."""
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window; None for all keys."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether queries see no later keys of the block."""
+
+    @property
+    def anchored(self) -> bool:
+        """Whether the window of every query is that of the block's first one, and the whole block."""
+
+
+def sees(positions: Tensor, keys: Tensor, given: Sight) -> Tensor:
     """Which keys the queries of a block see: bool ``[B, T, S]``.
 
     ``positions`` ``[B, T]`` are those of the queries, and ``keys`` ``[B, S]`` those of context and block. All keys in

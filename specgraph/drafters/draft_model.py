@@ -6,6 +6,7 @@ in parallel: PARD, An et al. 2025 (arXiv 2504.18583).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,7 @@ def least_survival(draft: nn.Module, target: nn.Module) -> float:
     within 10%.
     """
     drafting, verifying = (sum(weight.nbytes for weight in model.parameters()) for model in (draft, target))
-    return min(1.0, (drafting / verifying) ** 0.5)
+    return min(1.0, math.sqrt(drafting / verifying))
 
 
 def _is_causal_lm(config: Mapping[str, Any]) -> bool:
