@@ -71,7 +71,7 @@ REDUCTIONS: dict[str, tuple[str, Arguments]] = {
     "max": ("dim", lambda x: (x.round(), -1)),
     "softmax": ("int", lambda x: (x, -1)),
     "_softmax": ("default", lambda x: (x, -1, False)),
-    "sort": ("stable", lambda x: (x.round(), True, -1)),
+    "sort": ("default", lambda x: (x, -1)),
     "topk": ("default", lambda x: (x, 9)),
 }
 EXAMPLES = {**MOVES, **CONSTANTS, **REDUCTIONS}
