@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from specgraph.bench import run
 from specgraph.bench.models import SHAPES, random_target
 from specgraph.bench.sessions import Work
 from specgraph.cli import main
@@ -149,7 +148,7 @@ def small() -> Iterator[str]:
     fewer = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 512, "num_hidden_layers": 2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHAPES, "small-9b-shape", {**SHAPES[NAME], **fewer, "layer_types": layers})
-        patch.setattr(run, "random_target", functools.cache(random_target))
+        patch.setattr("specgraph.bench.models.random_target", functools.cache(random_target))
         yield "small-9b-shape"
 
 

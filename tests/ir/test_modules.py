@@ -56,7 +56,7 @@ def test_they_are_a_mapping() -> None:
     copy = given.copy()
     new = copy_module(given.unchanged["lm_head"])
     copy["new"] = new
-    copy |= {"newer": copy.pop("lm_head")}
+    copy.update(newer=copy.pop("lm_head"))
     del copy["target"]
     assert copy["new"] is new and [*copy] == [*copy.keys()] and "lm_head" not in copy and len(copy) == len(given)
     assert "target" in given and "lm_head" in given and "newer" not in given
