@@ -158,7 +158,7 @@ class DecoderHeadDrafter(HeadDrafter):
     def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
         """Load a head. :meth:`read_options` chooses its options."""
         if checkpoint.kind != cls.kind:
-            raise ConfigError(f"{checkpoint.path} is a {checkpoint.algorithm}, a model of its own, not {cls.what}.")
+            raise ConfigError(f"{checkpoint.path} is a draft of the kind {checkpoint.kind}, not {cls.what}.")
         check_size(checkpoint, info)
         found, loader = cls.read_options(checkpoint, options, info.num_layers), cls.loader(checkpoint, model, info)
         settings = module_settings(loader, found)

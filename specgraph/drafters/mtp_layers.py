@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specgraph.drafters.mtp_module import MtpOptions
-from specgraph.drafters.plan import HeadPlan
+from specgraph.drafters.plan import SIZES, HeadPlan
 from specgraph.errors import ConfigError
 
 
@@ -141,7 +141,7 @@ def _set_mlp_type(config: Any, wanted: str | None, own: str) -> None:
 def check_layers(plan: HeadPlan) -> None:
     """Refuse sizes of layers that are not those of the target's own."""
     text: Any = plan.model.config.get_text_config()
-    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+    for name in SIZES:
         own, given = getattr(text, name, None), getattr(plan.layers, name)
         if own is not None and own != given:
             raise ConfigError(f"MTP modules have the target's own layers; leave head.{name}={given} out.")

@@ -64,7 +64,7 @@ def test_causal_lms(extra: dict[str, Any], layout: str, mask: int | None, tmp_pa
     checkpoint = open_checkpoint(tmp_path)
     assert (checkpoint.kind, checkpoint.layout, checkpoint.mask_token_id) == ("draft_model", layout, mask)
     assert checkpoint.parallel == (layout == "pard")
-    with pytest.raises(ConfigError, match="a model of its own, not an EAGLE-3 head"):
+    with pytest.raises(ConfigError, match="a draft of the kind draft_model, not an EAGLE-3 head"):
         load(tmp_path)
 
 
