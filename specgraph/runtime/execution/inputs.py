@@ -7,9 +7,7 @@ from torch import Tensor
 
 from specgraph.ir.state import State
 from specgraph.kernels.step import gather_state, scatter_state_
-from specgraph.runtime.memory.slots import (
-    uploaded,
-)
+from specgraph.runtime.memory.slots import uploaded
 from specgraph.runtime.schedule.prefill import LAID_OUT, Chunk
 
 

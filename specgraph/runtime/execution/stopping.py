@@ -12,9 +12,7 @@ from specgraph.errors import InputError
 from specgraph.runtime.execution.engine import Engine
 from specgraph.runtime.execution.steps import Output, Step
 from specgraph.runtime.requests.request import Request
-from specgraph.runtime.requests.stopping import (
-    Criterion,
-)
+from specgraph.runtime.requests.stopping import Criterion
 from specgraph.runtime.requests.values import name_of
 
 

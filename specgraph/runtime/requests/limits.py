@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from specgraph.errors import InputError, warn_caller
-from specgraph.runtime.requests.prompts import (
-    Prompts,
-)
+from specgraph.runtime.requests.prompts import Prompts
 from specgraph.runtime.requests.request import Limits
 from specgraph.runtime.requests.values import (
     PerSequence,

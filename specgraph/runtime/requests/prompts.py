@@ -10,9 +10,7 @@ from torch import Tensor
 
 from specgraph.errors import InputError
 from specgraph.runtime.requests.request import Limits
-from specgraph.runtime.requests.values import (
-    kind_of,
-)
+from specgraph.runtime.requests.values import kind_of
 
 
 class Prompts(NamedTuple):
