@@ -189,7 +189,7 @@ class Engine:
 
     def _choose_options(self, requests: list[Request], *, fresh: bool) -> None:
         """Let steps have what these requests and, unless they are the first, those beside them make use of."""
-        unused = frozenset.intersection(*(self._unused_by(request) for request in requests))
+        unused = frozenset.intersection(*(request.unused(always_draws=self._always_draws) for request in requests))
         self._unused = tuple(sorted(unused if fresh else unused & {*self._unused}))
 
     def _choose_mode(self, plan: Plan) -> None:
@@ -203,11 +203,6 @@ class Engine:
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
-
-    def _unused_by(self, request: Request) -> frozenset[str]:
-        """State that a request can do without: options that are off, and its seed if no noise is drawn."""
-        draws = self._always_draws or request.sampling.temperature > 0
-        return request.unused() | (frozenset() if draws else {"seeds"})
 
     def _enqueue(self, plan: Plan) -> InFlightStep:
         """Run one more step: over prompts, and over what the last steps have laid out for sequences that decode."""

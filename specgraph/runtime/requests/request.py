@@ -41,9 +41,13 @@ class Request:
     forbidding: Callable[[int], list[str]] = lambda count: []
     as_transformers: bool = False
 
-    def unused(self) -> frozenset[str]:
-        """Options that are off, by the names of the state."""
-        return self.sampling.unused() | self.processing.unused()
+    def unused(self, *, always_draws: bool) -> frozenset[str]:
+        """State that it can do without: options that are off, and its seed if no noise is drawn.
+
+        ``always_draws``: the rule draws noise at temperature 0, too.
+        """
+        draws = always_draws or self.sampling.temperature > 0
+        return self.sampling.unused() | self.processing.unused() | (frozenset() if draws else {"seeds"})
 
     @property
     def has_room(self) -> bool:
