@@ -43,7 +43,7 @@ class _Round(NamedTuple):
 
 
 def every_option(vocab_size: int) -> dict[str, Asked]:
-    """What is measured, by the names of the rows; ``regex`` only if its library is installed."""
+    """The options that are measured, by the names of the rows; ``regex`` only if its library is installed."""
     four = {
         "repetition_penalty": 1.1,
         "frequency_penalty": 0.2,

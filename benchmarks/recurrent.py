@@ -47,7 +47,7 @@ class RecurrentCall:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What two calls that take the same time have in common."""
+        """A key that is equal for two calls which take the same time."""
         shapes = (None if x is None else (*x.shape, x.dtype) for x in self.operands)
         return self.op, *shapes, *sorted(self.options.items())
 
@@ -192,7 +192,7 @@ class _Draw:
 
 @dataclass(frozen=True)
 class Kind:
-    """What bench knows of a recurrent op: its sizes in words, from what a target gave it, and how inputs are drawn."""
+    """How a recurrent op is measured: a function that gives its sizes in words, and one that draws inputs."""
 
     words: Callable[[Operands], str]
     draw: Callable[[Operands, _Draw], Operands]

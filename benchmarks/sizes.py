@@ -42,7 +42,7 @@ class DeltaRule:
 
     @staticmethod
     def of(text: Any) -> DeltaRule | None:
-        """What a configuration says under the names that transformers' models use; None if there are no such layers."""
+        """The sizes in a configuration, under the names that transformers' models use; None without such layers."""
         heads = getattr(text, "linear_num_value_heads", None)
         if not heads:
             return None

@@ -81,7 +81,7 @@ class SoakOptions(BenchConfig):
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds.
+    """The resources that a process holds.
 
     Attributes:
         objects: objects by type, as far as the garbage collector knows them.
@@ -97,7 +97,7 @@ class Held:
 
     @staticmethod
     def now(device: torch.device) -> Held:
-        """What is held after garbage has been collected."""
+        """The resources that are held after garbage has been collected."""
         gc.collect()
         blocks = sys.getallocatedblocks()
         objects = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.get_objects())
@@ -105,7 +105,7 @@ class Held:
         return Held(objects, blocks, _resident(), tensors)
 
     def growth(self, before: Held, requests: int) -> list[Growth]:
-        """What is held more than ``before``, with what is allowed after so many requests."""
+        """The resources that are held more than ``before``, with the allowed growth after so many requests."""
         kinds = {
             "Python blocks": (before.blocks, self.blocks, MORE_BLOCKS),
             "resident bytes": (before.resident, self.resident, MORE_RESIDENT),
@@ -176,7 +176,7 @@ class Requests:
         return random.Random(f"refused {number}").random() < REFUSED
 
     def too_large(self, number: int) -> dict[str, Any]:
-        """What is submitted then: a prompt that is too long, or too many EOS ids."""
+        """The request that has to be refused: a prompt that is too long, or too many EOS ids."""
         if number % 2:
             return {"prompt": [0] * (self.max_length + 1)}
         return {"prompt": [0], "max_new_tokens": 1, "eos_token_id": list(range(64))}
@@ -266,7 +266,7 @@ class Soak:
 
 @dataclass(frozen=True)
 class SoakRow:
-    """What a soak found.
+    """The result of a soak.
 
     Attributes:
         k: drafts per step and sequence; 0 without a drafter.
@@ -292,7 +292,7 @@ class SoakRow:
     differing: int
 
     def faults(self) -> list[str]:
-        """What went wrong, as parts of a sentence."""
+        """The failures, as parts of a sentence."""
         room = self.room
         found = [f"{h.name} grew from {h.before} to {h.after}" for h in self.held if h.leaks]
         if (room.free_rows, room.free_pages) != (room.rows, room.pages):
@@ -303,7 +303,7 @@ class SoakRow:
 
 
 def soak_text(row: SoakRow) -> str:
-    """What a soak found, as two tables."""
+    """The result of a soak, as two tables."""
     ended = ", ".join(f"{count} {reason}" for reason, count in sorted(row.ended.items()))
     counts = {
         "K": str(row.k),

@@ -129,7 +129,7 @@ def _run(cfg: TrainConfig, accelerator: Any) -> TrainReport:
 
 
 class _Draft(NamedTuple):
-    """What a run reports about its draft, with the number of texts that the target wrote for it."""
+    """The report of a run about its draft, with the number of texts that the target wrote for it."""
 
     report: StageReport | None
     acceptance: AcceptanceReport | None
