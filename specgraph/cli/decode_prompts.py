@@ -90,6 +90,7 @@ def decode_prompts(
         if options.stream:
             for prompt, seed in zip(prompts, drawn, strict=True):
                 _one(decoder, tokenizer, prompt, given | {"seed": [seed] if seeded else None}, outcome)
+                progress.advance()
             return outcome
         stream = decoder.stream(ids, seed=drawn if seeded else None, trace=options.trace is not None, **given)
         outcome.tokens = [[] for _ in prompts]
