@@ -181,7 +181,8 @@ def _step(record: dict[str, Any]) -> TraceStep:
     The step emitted the accepted drafts and one more token, unless the last accepted draft ended the sequence. If that
     token is the next draft itself, no rule has rejected it: the sequence was at its limit.
     """
-    tokens, drafts = checked(record, STEP)["tokens"], [checked(draft, DRAFT) for draft in record["drafts"]]
+    tokens = [int(token) for token in checked(record, STEP)["tokens"]]
+    drafts = [checked(draft, DRAFT) for draft in record["drafts"]]
     first = sum(draft["accepted"] for draft in drafts)
     if len(tokens) == first:
         verdicts = [ENDED] * len(drafts)
@@ -191,7 +192,7 @@ def _step(record: dict[str, Any]) -> TraceStep:
         verdicts = [REJECTED, *[BEHIND] * len(drafts)]
     judged = zip(drafts, [*[ACCEPTED] * first, *verdicts], strict=False)
     known = [{"text": None, "rank": None, **draft, "verdict": verdict} for draft, verdict in judged]
-    return {**NEWER, **record, "drafts": known}
+    return {**NEWER, **record, "tokens": tokens, "drafts": known}
 
 
 def _ids(ids: Sequence[int]) -> str:
