@@ -148,7 +148,7 @@ def block_attention_kernel(
 
     task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
     m_i, l_i, acc = attend_work_units(
-        tile_q, position, real, k_cache_head, v_cache_head, table, pages, begin, low, end, first,
+        tile_q, position, real, k_cache_head, v_cache_head, table, begin, pages, low, end, first,
         last, splits_per_unit, first_work_unit, work_units, program, programs, partials, task, max_work_units, k_slot,
         v_slot, scale, 0.0, D, DV, DP, DVP, BLOCK_SIZE, PAGES, KV_SPLIT, BLOCK_N, BLOCK_M, WINDOW, False, SHARED,
         STAGES, OFFSET, BEHIND=True,

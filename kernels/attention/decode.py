@@ -156,7 +156,7 @@ def split_begin(split, low, KV_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, WINDO
 
 @triton.jit
 def attend_work_units(
-    tile_q, position, real, k_cache, v_cache, table, pages, begin, low, end, first, last, splits_per_unit,
+    tile_q, position, real, k_cache, v_cache, table, begin, pages, low, end, first, last, splits_per_unit,
     first_work_unit, work_units, program, programs, partials, task, max_work_units, k_slot, v_slot, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAGES: tl.constexpr, KV_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
@@ -273,7 +273,7 @@ def decode_attention_kernel(
         tl.debug_barrier()
 
     m_i, l_i, acc = attend_work_units(
-        tile_q, position, real, k_cache_head, v_cache_head, table, pages, begin, low, end, first,
+        tile_q, position, real, k_cache_head, v_cache_head, table, begin, pages, low, end, first,
         last, splits_per_unit, first_work_unit, work_units, program, programs, partials, task, max_work_units, k_slot,
         v_slot, scale, cap, D, DV, DP, DVP, BLOCK_SIZE, PAGES, KV_SPLIT, BLOCK_N, BLOCK_M, WINDOW, SOFTCAP, SHARED,
         STAGES, OFFSET,
