@@ -79,4 +79,4 @@ tables: package ## measure the acceptance tables of the model card again (about 
 	$(BIN)/python examples/acceptance.py
 
 clean: ## remove what `make` made
-	rm -rf $(VENV) build graphs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build graphs *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
