@@ -79,8 +79,9 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_greedy_sequences_are_those_of_transformers(both: tuple[Any, SpeculativeDecoder], name: str) -> None:
-    model, decoder = both
+def test_greedy_sequences_are_those_of_transformers(pair: tuple[Any, SpeculativeDecoder], name: str) -> None:
+    """Other models: :func:`test_the_decoder_is_a_decoding_method_of_transformers`."""
+    model, decoder = pair
     call = {"return_dict_in_generate": True, **copy.deepcopy(CALLS[name])}
     expected = model.generate(**{"do_sample": False, **call}).sequences
     out = decoder.generate(**call)
