@@ -132,9 +132,9 @@ def state_of(rows: Rows, *, corrected: bool) -> Tensor:
     """The state behind all rows, by the definition."""
     _, k, v, gate, rate = rows
     k = (k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(HEADS // KEY_HEADS, 1)
-    state = torch.zeros(HEADS, KEY, VALUE, dtype=k.dtype)
+    state = torch.zeros(v.shape[1], KEY, VALUE, dtype=k.dtype)
     for key, value, log, b in zip(k, v, gate, rate, strict=True):
-        state = state * log.exp().reshape(HEADS, -1, 1)
+        state = state * log.exp().reshape(v.shape[1], -1, 1)
         update = b[:, None] * (value - torch.einsum("hkv,hk->hv", state, key)) if corrected else value
         state = state + torch.einsum("hk,hv->hkv", key, update)
     return state
@@ -195,14 +195,17 @@ interpreter, there is one K."""
 def test_any_history_gives_what_the_definition_gives(
     form: str, dtype: torch.dtype, near: float, accept: str, k: int, corrected: bool, channels: float | None
 ) -> None:
-    outs, memory, buffers = decode(form, dtype, k, accept, corrected=corrected, channels=channels)
+    # Several groups of heads are those of one K, since the interpreter takes as long for each.
+    groups = 1 if form == "triton" and (k, accept) != (3, "mixed") else KEY_HEADS
+    outs, memory, buffers = decode(form, dtype, k, accept, corrected=corrected, channels=channels, groups=groups)
     for seed, (out, row, length) in enumerate(zip(outs, memory.rows.tolist(), LENGTHS[form], strict=True)):
-        rows = rows_of(length + MORE[form], seed, channels=channels)
+        all_heads = rows_of(length + MORE[form], seed, channels=channels)
+        rows: Any = tuple(x[:, : x.shape[1] * groups // KEY_HEADS] for x in all_heads)
         assert_near(out, whole(rows, corrected=corrected), near)
         settled = int(memory.settled[row])
         assert length <= settled <= length + MORE[form]
-        begun = tuple(x[: settled // CHUNK * CHUNK] for x in rows)
-        assert_near(buffers[0][row], state_of(begun, corrected=corrected), near)  # type: ignore[arg-type]
+        begun: Any = tuple(x[: settled // CHUNK * CHUNK] for x in rows)
+        assert_near(buffers[0][row], state_of(begun, corrected=corrected), near)
     assert buffers[0][[1, 4]].isnan().all()
 
 
@@ -215,8 +218,11 @@ def test_no_bit_depends_on_the_history(form: str, corrected: bool, channels: flo
     groups = 1 if form == "triton" else KEY_HEADS
     given: dict[str, Any] = {"corrected": corrected, "channels": channels, "groups": groups}
     wanted, _, _ = decode(form, torch.float32, 7, "all", **given)
-    # A step of more rows than half a chunk runs the kernel for prompts.
-    for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed"), (3, "drafts"), (9, "all")]):
+    # A step of more rows than half a chunk runs the kernel for prompts. Kernels of other rules share what a history
+    # changes, so that every other history is enough for them in the interpreter.
+    histories = [(0, "all"), (1, "none"), (3, "mixed"), (3, "drafts"), (9, "all")]
+    usual = corrected and channels is None
+    for cuts, (k, accept) in enumerate(histories if usual or form == "cpu" else histories[::2]):
         outs, _, _ = decode(form, torch.float32, k, accept, cuts=cuts, **given)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
     # A program of Triton's sees one sequence, but a library's product has all rows of a call.
