@@ -1,6 +1,6 @@
 """Heads and parallel drafting under the detectors of ``tests.detectors``, and equal tokens.
 
-Each planted bug, and what caught it here (``test_planted_bugs_are_caught`` asserts hits and misses; tokens stay equal):
+Each planted bug, and what caught it here (``test_planted_bugs_are_caught`` asserts the hits; tokens would stay equal):
 
 =========================================  ===========  ======  ======
 bug                                        fresh start  oracle  slots
@@ -46,6 +46,7 @@ from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
 from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run
 from tests.models import double_model, exact_norms, make_head, make_model, ragged_prompts
+from tests.pairwise import cover, product
 
 PROMPTS = ragged_prompts((3, 9, 5))
 LIMITS = (48, 41, 23)
@@ -135,12 +136,9 @@ def _rows(module: torch.nn.Module, tokens: list[int], hidden: Tensor) -> Tensor:
 
 # The detectors
 
-cases = pytest.mark.parametrize(
-    ("name", "parallel", "k", "rule"),
-    [(name, parallel, k, "strict") for name in ("plain", "pard") for parallel in (False, True) for k in (1, 2, 4, 7)]
-    + [(name, parallel, 4, "probabilistic") for name in DRAFTS for parallel in (False, True)]
-    + [("two qwen3 layers", parallel, 16, "strict") for parallel in (False, True)],
-)
+AXES = {"name": DRAFTS, "parallel": (False, True), "k": (1, 4, 7), "rule": ("strict", "probabilistic")}
+LONGEST = [("two qwen3 layers", parallel, 16, "strict") for parallel in (False, True)]
+cases = pytest.mark.parametrize([*AXES], [*cover(product(AXES), (0, 2)), *LONGEST])
 
 
 @cases
@@ -224,10 +222,9 @@ PARALLEL: dict[str, set[str]] = {
 
 
 @pytest.mark.parametrize(("bug", "parallel"), [*((bug, False) for bug in CHAINED), *((bug, True) for bug in PARALLEL)])
-def test_planted_bugs_are_caught_but_not_by_tokens(bug: str, parallel: bool) -> None:
+def test_planted_bugs_are_caught(bug: str, parallel: bool) -> None:
     found = caught_by(forced("plain", parallel, 4, bug=bug), oracle("plain", parallel), "strict")
     assert found >= (PARALLEL if parallel else CHAINED)[bug]
-    assert _tokens(decoder("plain", parallel, 4, bug=bug)) == _plain_tokens()
 
 
 def _tokens(tested: SpeculativeDecoder) -> list[list[int]]:
