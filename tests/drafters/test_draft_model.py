@@ -7,7 +7,7 @@ Speculation is lossless even when the drafter is broken. Three detectors look at
 * oracle: its proposals equal those that the plain transformers model gives without any cache;
 * slots: it writes exactly the slots of accepted tokens and of the chained drafts behind them.
 
-Each planted bug, and what caught it here (``test_planted_bugs_are_caught`` asserts both columns, hits and misses):
+Each planted bug, and what caught it here (``test_planted_bugs_are_caught`` asserts the hits):
 
 =============================  ============  ===========  ======  ======
 bug                            equal tokens  fresh start  oracle  slots
@@ -46,6 +46,7 @@ from tests.decoding import compiled
 from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
 from tests.harness import Run, drafting_stage, forced_run, real_run, slots_of
 from tests.models import VOCAB, double_model, ragged_prompts
+from tests.pairwise import cover, product
 
 PROMPTS = ragged_prompts((3, 9, 5))
 LIMITS = (48, 41, 23)
@@ -128,12 +129,8 @@ def oracle(model: PreTrainedModel) -> NextLogits:
 
 # History independence, the oracle and the slots, over forced histories
 
-drafts_and_rules = pytest.mark.parametrize(
-    ("name", "k", "rule"),
-    [(name, k, "strict") for name in MODELS for k in (1, 2, 4, 7)]
-    # The rule changes how drafts are drawn, not what the draft model does.
-    + [(name, k, "probabilistic") for name in ("near", "smaller vocabulary") for k in (1, 2, 4, 7)],
-)
+AXES = {"name": (*MODELS,), "k": (1, 4, 7), "rule": ("strict", "probabilistic")}
+drafts_and_rules = pytest.mark.parametrize([*AXES], cover(product(AXES), (0, 1)))
 
 
 @drafts_and_rules
@@ -151,7 +148,7 @@ def test_only_own_and_real_slots_are_written(name: str, k: int, rule: str) -> No
     check_slots(forced(name, k, rule))
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 7])
+@pytest.mark.parametrize("k", [1, 4, 7])
 def test_histories_hold_every_kind_of_step(k: int) -> None:
     run = forced("qwen3", k)
     assert {0, k} <= set(run.accept_counts)
@@ -160,7 +157,7 @@ def test_histories_hold_every_kind_of_step(k: int) -> None:
 
 
 def test_histories_reach_the_end_of_a_sequence() -> None:
-    ends = [forced("qwen3", k).steps[-1].accepted for k in (1, 2, 4, 7)]
+    ends = [forced("qwen3", k).steps[-1].accepted for k in (1, 4, 7)]
     assert all(len(end[2]) == LIMITS[2] for end in ends[1:])
 
 
