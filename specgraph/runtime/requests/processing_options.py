@@ -7,11 +7,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from specgraph.errors import InputError
 from specgraph.runtime.requests.processing import ALWAYS, BIASES, Bias, State, itself
-from specgraph.runtime.requests.values import check_ids, check_range, ids_per_sequence, is_number, per_sequence, whole
+from specgraph.runtime.requests.values import (
+    check_ids,
+    check_range,
+    ids_per_sequence,
+    is_number,
+    per_sequence,
+    whole,
+    without_tensors,
+)
 
 BEGIN = 1
 """``until`` of what holds for the first generated token alone."""
@@ -75,7 +81,7 @@ def _words(
 
     ``read`` gives those of a sequence, and ``is_word`` tells a word from the entry of a sequence.
     """
-    plain = value.tolist() if isinstance(value, Tensor) else value
+    plain = without_tensors(value)
     if plain is None:
         return [[]] * batch
     wrong = InputError(f"{name} is {allowed}, or a list with one of these per sequence, not {plain!r}.")

@@ -6,13 +6,19 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from specgraph.errors import InputError
 
-PerSequence = float | int | Sequence[float] | Sequence[int] | Tensor | None
+if TYPE_CHECKING:  # the help of the command line knows the options of requests before torch is imported
+    from torch import Tensor
+
+PerSequence: TypeAlias = "float | int | Sequence[float] | Sequence[int] | Tensor | None"
+
+
+def without_tensors(value: Any) -> Any:
+    """The numbers of a tensor or an array as Python's own, and any other value as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def is_number(value: object) -> bool:
@@ -62,7 +68,7 @@ def ids_per_sequence(
     name: str, value: Any, batch: int, vocab_size: int, default: tuple[int, ...] = ()
 ) -> list[tuple[int, ...]]:
     """Token ids of each sequence: one id, several, or a list with an entry for each. None is the ``default``."""
-    plain: Any = value.tolist() if isinstance(value, Tensor) else value
+    plain: Any = without_tensors(value)
     each = isinstance(plain, list | tuple) and any(isinstance(own, list | tuple) for own in plain)
     if each and len(plain) != batch:
         raise InputError(f"{name} has {len(plain)} lists of ids for {batch} sequences.")
@@ -76,7 +82,7 @@ def per_sequence(name: str, value: PerSequence, default: float, batch: int) -> l
     """One value per sequence from a number or a sequence of them."""
     if value is None:
         return [default] * batch
-    plain: Any = value.tolist() if isinstance(value, Tensor) else value
+    plain: Any = without_tensors(value)
     if is_number(plain):
         return [plain] * batch
     if not isinstance(plain, list | tuple) or not all(map(is_number, plain)):
