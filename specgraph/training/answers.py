@@ -27,7 +27,7 @@ def split_rollouts(
     path = cfg.rollout_file
     if not os.path.exists(path):
         questions = [document.question for document in [*train, *heldout]]
-        _write(path, write_documents(_writer(model, tokenizer), tokenizer, questions, cfg.rollout))
+        _write(path, write_documents(_writer(model, tokenizer), tokenizer, questions, cfg.rollout, cfg.rollout.chat))
     documents = _read(path, len(tokenizer))
     asked = encode_questions(tokenizer, [document.question for document in heldout], cfg.rollout.chat)
     held: dict[tuple[int, ...], Encoded | None] = dict.fromkeys(map(tuple, asked))

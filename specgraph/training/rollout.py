@@ -63,12 +63,17 @@ def _decoder(model: Any, longest: int, batch_size: int) -> SpeculativeDecoder:
     return compile_speculative(model, config)
 
 
-def write_documents(target: Any, tokenizer: Any, questions: Sequence[str], cfg: RolloutConfig) -> list[Encoded]:
-    """Documents that the target writes: its answers to questions that it samples itself, and to the given ones."""
+def write_documents(
+    target: Any, tokenizer: Any, questions: Sequence[str], cfg: RolloutConfig, chat: bool = False
+) -> list[Encoded]:
+    """Documents that the target writes: its answers to questions that it samples itself, and to the given ones.
+
+    ``chat`` is that of :func:`encode_questions`.
+    """
     writer = copy.deepcopy(target).to(torch.bfloat16) if target.device.type == "cuda" else target
     sampled = _sample_documents(writer, tokenizer, cfg)
     asked = [*questions, *(document.question for document in sampled)]
-    prompts = encode_questions(tokenizer, asked, cfg.chat)
+    prompts = encode_questions(tokenizer, asked, chat)
     temperatures = (0.0, cfg.answer_temperature)
     answers = continue_prompts(writer, prompts, cfg.max_new_tokens, temperatures, cfg.batch_size, "target answers")
     return [
