@@ -98,12 +98,12 @@ def test_the_script_times_recurrent_ops(tmp_path: Path, capsys: pytest.CaptureFi
     given = [f"target={tmp_path / 'model'}", "device=cpu", "dtype=float32", "steps=3", "warmup=1", "prompt_length=9"]
     rows = main([*given, "batch_sizes=[2]", "num_speculative_tokens=[2]", "cache.prefill_chunk=32"])
     assert f"{SCAN}, 64 channels of 8, batch 2, 3 rows, 7 behind a boundary: " in capsys.readouterr().out
-    found = [row for row in rows if row.kernel == SCAN]
-    assert [row.shape for row in found] == [
+    found = [row for row in rows if row["kernel"] == SCAN]
+    assert [row["shape"] for row in found] == [
         f"64 channels of 8, batch {where}"
         for where in ("2, 1 rows, 7 behind a boundary", "2, 3 rows, 7 behind a boundary", "1, 32 rows of a prompt")
     ]
-    assert all(row.us > 0 and row.library is None for row in found)
-    assert all(row.limit_us == pytest.approx(row.bytes / 1e3) for row in found)
-    assert {row.kernel for row in rows} >= {SCAN, CONV, "linear", "rms_norm", "verify"}
-    assert "paged_attention" not in {row.kernel for row in rows}
+    assert all(row["us"] > 0 and row["library"] is None for row in found)
+    assert all(row["limit_us"] == pytest.approx(row["bytes"] / 1e3) for row in found)
+    assert {row["kernel"] for row in rows} >= {SCAN, CONV, "linear", "rms_norm", "verify"}
+    assert "paged_attention" not in {row["kernel"] for row in rows}

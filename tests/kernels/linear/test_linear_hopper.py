@@ -35,7 +35,7 @@ def descriptor(rows):
 
 def instructions(rows, gated, pieces):
     tiling = hopper.ring(rows, 4096, pieces, gated)
-    fixed = {"BLOCK_N": tiling.block_n, "BLOCK_K": hopper.BLOCK_K, "BLOCKS": 8, "PIECES": pieces, "GROUPS": 64}
+    fixed = {"BLOCK_N": tiling.block_n, "BLOCK_K": hopper.BLOCK_K, "BLOCKS": 8, "SLICES": pieces, "GROUPS": 64}
     fixed |= {"SPLIT": tiling.split, "STAGES": tiling.stages, "GATED": gated}
     fixed |= {"ACTIVATION": "silu" if gated else "none", "PDL": True}
     if not tiling.split:
