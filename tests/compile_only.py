@@ -87,13 +87,13 @@ def _do_compile(kernel: Any, key: str, signature: dict[str, str], device: int, c
 
 
 def _front_end_alone(backend: Any, stages: dict[str, Any], *rest: Any) -> None:
-    """Let compiling end behind the first stage, if that is the front end."""
+    """Let compiling end where the front end has made a module of Triton's IR and verified it, before any pass."""
 
     def taken(source: Any, metadata: Any) -> None:
         raise _Taken
 
     if "ttir" in stages:
-        stages["ttgir"] = taken
+        stages["ttir"] = taken
 
 
 def pytest_configure() -> None:

@@ -55,7 +55,7 @@ def test_it_is_a_linear_layer_for_any_number_of_rows(shape: tuple[int, int], bia
 
 
 @pytest.mark.usefixtures("torch_compile")
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("bias", "fast"), [(False, True), (True, False)], indirect=["fast"])
 def test_compiled_it_is_a_linear_layer_for_any_number_of_rows(bias: bool, fast: bool) -> None:
     """Behind an activation, which must not be computed again for every output."""
     generator = torch.Generator().manual_seed(0)

@@ -15,6 +15,7 @@ from specgraph import InputError, SpeculativeDecoder
 from specgraph.runtime.requests.delayed_structure import TextBoundary
 from specgraph.runtime.requests.grammar import MOST_BOUNDARIES, Grammars, StructureOptions
 from tests.decoding import CONFIG, compiled
+from tests.pairwise import cover, product
 
 FOLDER = Path(__file__).parents[2] / "examples/models/tiny-math"
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER / "target")
@@ -58,8 +59,11 @@ def parted(tokens: torch.Tensor, after: Any) -> tuple[str, bool, str]:
 AFTER = {"several tokens": "3+4 =", "the end of a token": "=", "a token": EQUALS, "a repeated beginning": "++4"}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", AFTER)
+@pytest.mark.parametrize(
+    ("drafted", "name", "temperature"),
+    cover(product({"drafted": ("ngram", "eagle3"), "name": (*AFTER,), "temperature": (0.0, 1.0)}), (0, 1)),
+    indirect=["drafted"],
+)
 def test_free_text_then_structure_with_and_without_drafts(
     plain: SpeculativeDecoder, drafted: SpeculativeDecoder, name: str, temperature: float
 ) -> None:

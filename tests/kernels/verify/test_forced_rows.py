@@ -11,7 +11,7 @@ from torch import Tensor
 from specgraph.kernels.sampling.sample import RULES, STEP_NOISE_RULES
 from tests.kernels.verify.test_verify_triton import DEVICE, launch, problem, reference, with_draft_logits
 
-BATCH, DRAFTS, VOCAB, MOST = 12, 3, 300, 4
+BATCH, DRAFTS, VOCAB, MOST = 7, 3, 300, 4
 FORCED = torch.arange(BATCH) % (MOST + 1)
 """How many rows come before those of the block, at most ``MOST``."""
 
