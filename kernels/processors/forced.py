@@ -1,4 +1,4 @@
-"""``specgraph::force_tokens``: the first token of an empty beginning, or the last token of a sequence, is given.
+"""``specgraph::force_tokens``: the token behind a prompt of one token, or the last token of a sequence, is given.
 
 In a row whose token is forced, the logit of that token becomes 0 and all others become minus infinity. The token at
 position 1 may be forced, which is the one behind a prompt of a single token (a BOS), and so may the last token that a
@@ -36,7 +36,7 @@ class ForceTokens:
 
     Args:
         logits: ``[B, R, V]`` of any float dtype, the rows from ``min(num_forced, T - R)`` of the window on.
-        window: ``[B, T]``, of which only the number of rows counts.
+        window: ``[B, T]``, of which only ``T`` is read.
         start: int64 ``[B]``, the position of the window's first token.
         num_forced: int64 ``[B]``, how many of the tokens that the window's rows give are known.
         max_length: int64 ``[B]``, the length at which each sequence ends.

@@ -1,13 +1,14 @@
 """The second kernel of the gated delta rule for a step that decodes: a few new rows behind a state.
 
 It gives every new row the bits that ``_carry_kernel`` of :mod:`specgraph.kernels.recurrent.delta_rule_triton` gives it
-in a prompt, but nearly all of its time is that of reading the state. So it computes less, and reads ahead of time:
+in a prompt, from what the first one, ``_prepare_kernel`` there, has prepared. But nearly all of its time is that of
+reading the state. So it computes less, and reads ahead of time:
 
-- The errors of known rows are cached, so what the state holds for a key is asked for new rows alone. These are at most
-  half a chunk. So one tile has room for both their keys and their queries, and one product serves both. The key of a
-  row lies at the row's place in the chunk, and its query half a chunk away from there. The rows of the product do not
-  move afterwards: weights, scores and results are loaded and stored in the order in which the queries lie. A row of a
-  product depends on that row alone, so its bits are those that it has elsewhere in a tile.
+- The errors (delta) of known rows are cached, so what the state holds for a key is asked for new rows alone. These are
+  at most half a chunk. So one tile has room for both their keys and their queries, and one product serves both. The
+  key of a row lies at the row's place in the chunk, and its query half a chunk away from there. The rows of the
+  product do not move afterwards: weights, scores and results are loaded and stored in the order in which the queries
+  lie. A row of a product depends on that row alone, so its bits are those that it has elsewhere in a tile.
 - The state is read in parts of ``_PART`` keys, of which the next ones are copied to shared memory meanwhile. A part
   continues the sums of the parts before it, as the instructions for one product of all keys do. A program then needs
   few registers, and twice as many programs fit on a multiprocessor. A product of two tiles of float32 is six sums, and

@@ -3,8 +3,8 @@
 transformers has two rope types whose frequencies change with the length of a sequence. ``longrope`` has two sets of
 factors, and takes the long set for every token once a position of the call lies behind the original length of
 pretraining. ``dynamic`` computes its base from the longest position of the call. Both look at values while they run,
-which no graph can. Neither rotates the keys again that a cache already holds. So a traced model has the frequencies of
-one length, that of the longest sequence which it is to run.
+which no graph can. Neither rotates the keys again that a cache already holds, so old keys and new queries would have
+different frequencies. So a traced model has those of one length, that of the longest sequence which it is to run.
 
 Text models of multimodal ones compute angles for three rows of positions (time, height and width in pictures), and take
 some frequencies from each. For text, all rows are the same positions, so a traced model computes one of them.
@@ -54,9 +54,10 @@ def fix_rotary(model: nn.Module, length: int | None) -> None:
         rotary: Any = module
         for layer in _changing(module):
             setattr(rotary, f"{_prefix(layer)}inv_freq", _frequencies(module, layer, length))
-        same = isinstance(rotary.rope_type, dict)
         longest = length or min(_original(module, layer) for layer in _changing(module))
-        rotary.rope_type = dict.fromkeys(rotary.rope_type, "default") if same else "default"
+        # From here on transformers keeps the frequencies. What is asked above looks at the type that this replaces.
+        per_layer_type = isinstance(rotary.rope_type, dict)
+        rotary.rope_type = dict.fromkeys(rotary.rope_type, "default") if per_layer_type else "default"
         rotary.forward = _at_length(rotary.forward, longest)
 
 

@@ -91,6 +91,9 @@ BAD_CALLS: dict[str, tuple[Callable[[SpeculativeDecoder], object], str]] = {
     "mask type": (lambda d: d.generate(torch.full((1, 2), 5), [[1, 1]]), "is list, but must be a tensor"),
     "logprobs type": (lambda d: d.generate(ONE, return_logprobs=[1]), "return_logprobs is False, True"),
     "stream": (lambda d: d.stream([]), "input_ids is empty"),
+    "options among prompts": (lambda d: d.generate({"input_ids": ONE, "temperature": 0.8, "seed": 1}),
+                              "mapping of prompts has seed, temperature; give seed= as an argument"),
+    "streamed options": (lambda d: d.stream({"input_ids": ONE, "seed": 1}), "mapping of prompts has seed"),
 }  # fmt: skip
 
 

@@ -63,6 +63,8 @@ def test_a_chain_ends_sooner_if_the_draft_costs_more(monkeypatch: pytest.MonkeyP
     small, large = torch.nn.Linear(4, 9, bias=False), torch.nn.Linear(12, 12, bias=False)
     assert least_survival(small, large) == 0.5 and least_survival(small.double(), large) == 0.5**0.5
     assert least_survival(large, small) == 1.0
+    small.register_buffer("packed", torch.zeros(108))  # as weights of another scheme are held
+    assert least_survival(small, large) == 1.0
     report = made({"adaptive": True}).report()
     assert f"with a probability of {least_survival(draft('near'), target()):.2g}" in report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +18,9 @@ from torch.utils import _pytree as pytree
 
 from specgraph import NumericsError, SpeculativeDecoder
 from specgraph.kernels.launch import arrival_counters
+from specgraph.runtime.execution import runner_pool
 from specgraph.runtime.execution.cuda_graphs import GraphPool, first_error
+from specgraph.runtime.execution.engine import Engine
 from specgraph.runtime.execution.graph_runner import GraphRunner
 from specgraph.runtime.execution.results import Mailbox
 from specgraph.runtime.execution.runner_pool import RunnerPool
@@ -124,6 +127,34 @@ def test_a_larger_request_gets_a_new_state_with_room_for_both(decoder: Speculati
     assert largest([first.sizes, second.sizes]) == second.sizes
     decoder.generate(PROMPTS, max_new_tokens=4)
     assert idle(decoder) is second
+
+
+def test_a_state_that_is_too_small_is_freed_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, there = replaying(), list[bool]()
+    decoder.generate(PROMPTS, max_new_tokens=4)
+    old, made = weakref.ref(idle(decoder)), runner_pool.Workspace
+
+    def make(*given: Any) -> Workspace:
+        gc.collect()
+        there.append(old() is not None)
+        return made(*given)
+
+    monkeypatch.setattr(runner_pool, "Workspace", make)
+    decoder.generate(PROMPTS[:1], max_new_tokens=100)
+    assert there == [False]
+
+
+def test_a_state_that_could_not_be_cleaned_is_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = replaying()
+
+    def fail(engine: Engine) -> None:
+        raise RuntimeError("no memory to stop a sequence")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory to stop"):
+        patch.setattr(Engine, "close", fail)
+        decoder.generate(PROMPTS, max_new_tokens=4)
+    assert decoder._runners.idle is None
+    assert len(decoder.generate(PROMPTS, max_new_tokens=4).new_tokens) == len(PROMPTS)
 
 
 def test_streams_side_by_side_have_a_state_each(decoder: SpeculativeDecoder, plain: SpeculativeDecoder) -> None:

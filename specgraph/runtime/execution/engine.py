@@ -265,15 +265,18 @@ class Engine:
     def _take_ended(self) -> list[Output]:
         """The ends of sequences without a step: of those that have no room for a token, and of those that are to be
         cancelled, whether they wait or run."""
+        found = list[ActiveSequence]()
         with self._lock:
-            numbers, ended, self._ended = {*self._cancelled}, self._ended, []
-            self._cancelled.clear()
-            if not numbers:
-                return ended
-            found = [s for s in (*self._waiting, *self._running.values()) if s.number in numbers]
-            self._waiting = deque(s for s in self._waiting if s.number not in numbers)
+            if self._cancelled:
+                numbers = {*self._cancelled}
+                found = [s for s in (*self._waiting, *self._running.values()) if s.number in numbers]
+                self._waiting = deque(s for s in self._waiting if s.number not in numbers)
+                self._cancelled.clear()
+                self._ended += [Output(s.number, finish_reason="cancelled") for s in found]
         self._halt([s for s in found if s.phase is not Phase.WAITING])
-        return ended + [Output(s.number, finish_reason="cancelled") for s in found]
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
 
     def _halt(self, sequences: list[ActiveSequence]) -> None:
         """Stop sequences that could go on, on the device, too."""

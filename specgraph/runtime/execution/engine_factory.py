@@ -63,13 +63,16 @@ class EngineFactory:
         joint = not (self.program.compiled and self.program.target.device.type == "cpu")
         chunk = self.config.cache.prefill_chunk
         policy = Policy(chunk, fair, self.overhead, joint, self._drafts_by_load(), self._worth())
-        with self.runners.lend(sizes) as runner:
-            engine = Engine(runner, self.make_step, policy, mode, always_draws=always_draws)
-            try:
-                yield engine
-            finally:
-                with self.plain_mode():
-                    engine.close()
+        with self.plain_mode():
+            runner = self.runners.take(sizes)
+        engine = Engine(runner, self.make_step, policy, mode, always_draws=always_draws)
+        try:
+            yield engine
+        finally:
+            with self.plain_mode():
+                # Where closing fails, sequences are still active in the state, and no other session gets it.
+                engine.close()
+                self.runners.give_back(runner)
 
     def step(self, engine: Engine) -> Step | None:
         """One step of an engine, behind which the caller's modes are back; None if there is nothing left to do."""

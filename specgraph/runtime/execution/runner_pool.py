@@ -72,6 +72,7 @@ class RunnerPool:
             least = 2 if self.program.compiled and sizes.rows > 1 else 1
             return Runner(StateMemory(self.program, sizes, self._pages(sizes)), least)
         wanted = bucket(sizes, self.max_batch_size, self.block_size)
+        idle = None  # else a workspace that is too small would be there beside the one that takes its place
         return GraphRunner(self._workspace(wanted))
 
     @contextlib.contextmanager

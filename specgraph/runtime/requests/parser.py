@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from specgraph.errors import InputError, warn_caller
 from specgraph.runtime.model_guard import ModelGuard
-from specgraph.runtime.requests.arguments import OF_ONE_SEQUENCE, STRUCTURE, check_names
+from specgraph.runtime.requests.arguments import OF_ONE_SEQUENCE, OWN, STRUCTURE, check_names
 from specgraph.runtime.requests.generation_config import FLAGS, SAMPLING, GenerationDefaults
 from specgraph.runtime.requests.grammar import Grammars, StructureOptions, read_structures
 from specgraph.runtime.requests.host_processors import Allowed, HostProcessor, PythonProcessors, read_processors
@@ -228,7 +228,7 @@ def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tu
     second, as in transformers.
 
     Raises:
-        InputError: there are two kinds of prompts, or of configurations.
+        InputError: there are two kinds of prompts, or of configurations, or arguments stand among the prompts.
     """
     others = dict(others)
     if isinstance(attention_mask, GenerationConfig):
@@ -246,6 +246,8 @@ def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tu
         input_ids = encoded.pop("input_ids", None)
         given = encoded.pop("attention_mask", None)
         attention_mask = given if attention_mask is None else attention_mask
+        if own := sorted(OWN & encoded.keys()):
+            raise InputError(f"The mapping of prompts has {', '.join(own)}; give {own[0]}= as an argument of its own.")
         others = encoded | others
     return _tensor(input_ids), _tensor(attention_mask), others
 

@@ -176,6 +176,7 @@ LOGIT_OPTIONS: dict[str, Option] = {
     "suppress_tokens": Option((), _suppressed(ALWAYS), BIASES, "SuppressTokensLogitsProcessor"),
     "begin_suppress_tokens": Option((), _suppressed(BEGIN), BIASES, "SuppressTokensAtBeginLogitsProcessor"),
 }
-"""Every option that changes logits on the device, in the order in which transformers applies them."""
+"""Every option that changes logits, in the order in which transformers applies them. The step has an order of its own:
+that of :data:`~specgraph.kernels.processors.PROCESSORS`."""
 OPTION_STATE = {name: value for option in LOGIT_OPTIONS.values() for name, value in option.state.items()}
 """What the options of a sequence fill, by the names of a step's inputs."""

@@ -6,7 +6,8 @@ what steps emit for it after that is dropped.
 
 from __future__ import annotations
 
-import functools
+import threading
+import weakref
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -62,21 +63,24 @@ def stop_criteria(strings: list[str], tokenizer: Any, seconds: float | None) -> 
     return criteria
 
 
+_KEPT, _LOCK = 32, threading.Lock()
+_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Criterion]] = weakref.WeakKeyDictionary()
+"""The last criteria of each tokenizer, since making one reads the whole vocabulary: 20 ms for 3,072 tokens, which the
+requests of a server would all wait for."""
+
+
 def _stop_strings(strings: list[str], tokenizer: Any) -> Criterion:
     check_tokenizer(tokenizer)
     if not hasattr(tokenizer, "__len__"):
         return _stop_criterion(strings, tokenizer)
-    return _kept_criterion(tuple(strings), tokenizer, len(tokenizer))
-
-
-@functools.lru_cache(maxsize=32)
-def _kept_criterion(strings: tuple[str, ...], tokenizer: Any, size: int) -> Criterion:
-    """The criterion of a tokenizer of this ``size``: whoever adds tokens gets another one.
-
-    The last ones are kept, since making one reads the whole vocabulary: 20 ms for 3,072 tokens, which the requests of a
-    server would all wait for.
-    """
-    return _stop_criterion([*strings], tokenizer)
+    key = len(tokenizer), *strings  # whoever adds tokens gets another criterion
+    with _LOCK:
+        made = _MADE.setdefault(tokenizer, {})
+        criterion = made.pop(key, None) or _stop_criterion(strings, tokenizer)
+        made[key] = criterion  # behind all others, of which the first is the one that was used the longest time ago
+        while len(made) > _KEPT:
+            del made[next(iter(made))]
+    return criterion
 
 
 def _stop_criterion(strings: list[str], tokenizer: Any) -> Criterion:
