@@ -18,7 +18,6 @@ from specgraph.ir.program import Program
 from specgraph.passes.insert_recurrent_state import has_recurrent_state
 from specgraph.runtime.execution.cuda_graphs import GraphPool, Pool
 from specgraph.runtime.execution.graph_runner import GraphRunner
-from specgraph.runtime.execution.plain_mode import plain_mode
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.execution.workspace import PATIENCE, Workspace, bucket, next_sizes
 from specgraph.runtime.memory.pages import PagePool
@@ -78,14 +77,11 @@ class RunnerPool:
     @contextlib.contextmanager
     def lend(self, sizes: StateSizes) -> Iterator[Runner]:
         """A runner as :meth:`take` gives it, until the end of the block."""
-        device = self.program.target.device
-        with plain_mode(device):
-            runner = self.take(sizes)
+        runner = self.take(sizes)
         try:
             yield runner
         finally:
-            with plain_mode(device):
-                self.give_back(runner)
+            self.give_back(runner)
 
     def give_back(self, runner: Runner) -> None:
         """A session has ended, well or not."""

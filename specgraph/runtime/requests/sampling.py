@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specgraph.errors import InputError
 from specgraph.runtime.requests.values import (
@@ -17,6 +16,7 @@ from specgraph.runtime.requests.values import (
     is_number,
     per_sequence,
     whole,
+    without_tensors,
 )
 
 LOGPROBS = {False: "none", None: "none", True: "raw", "raw": "raw", "processed": "processed"}
@@ -60,7 +60,7 @@ def read_seeds(seed: PerSequence, batch: int) -> list[int]:
     """64-bit seeds, one per sequence."""
     if seed is None:
         return [int(s) for s in torch.randint(-(1 << 62), 1 << 62, (batch,), device="cpu").tolist()]
-    plain: Any = seed.tolist() if isinstance(seed, Tensor) else seed
+    plain: Any = without_tensors(seed)
     if is_number(plain):
         return [hash_seed(whole("seed", plain), index) for index in range(batch)]
     return [_signed(whole("seed", value)) for value in per_sequence("seed", plain, 0, batch)]

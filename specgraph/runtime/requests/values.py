@@ -17,8 +17,10 @@ PerSequence: TypeAlias = "float | int | Sequence[float] | Sequence[int] | Tensor
 
 
 def without_tensors(value: Any) -> Any:
-    """The numbers of a tensor or an array as Python's own, and any other value as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """The numbers of a tensor as Python's own, and any other value as it is."""
+    from torch import Tensor  # not before there is a value: see above
+
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def is_number(value: object) -> bool:
