@@ -38,11 +38,11 @@ class SampleDraft:
     temperature: Tensor
     seeds: Tensor | None
     key: Tensor
-    top_k: Tensor | None = None
-    top_p: Tensor | None = None
-    min_p: Tensor | None = None
-    draft_to_target: Tensor | None = None
-    row: int = 0
-    rule: str = "strict"
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    draft_to_target: Tensor | None
+    row: int
+    rule: str
     target_vocab_size: int | None = None
     return_processed: bool = True

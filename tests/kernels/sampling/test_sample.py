@@ -259,7 +259,8 @@ def test_sampling_takes_the_first_of_equals() -> None:
 
 def draft_call(logits: Tensor, rule: str, row: int = 0, **options: object) -> tuple[Tensor, Tensor]:
     seeds, key = torch.arange(len(logits)), torch.arange(len(logits)) * 3 + 11
-    return sample_draft(logits, torch.ones(len(logits)), seeds, key, row=row, rule=rule, **options)  # type: ignore[arg-type]
+    given = {**dict.fromkeys(("top_k", "top_p", "min_p", "draft_to_target")), **options}
+    return sample_draft(logits, torch.ones(len(logits)), seeds, key, row=row, rule=rule, **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rule", ["strict", "typical", "synthetic"])

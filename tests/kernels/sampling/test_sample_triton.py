@@ -148,6 +148,6 @@ def test_the_op(kept: bool, ids: Tensor | None) -> None:
     torch.library.opcheck(torch.ops.specgraph.sample_draft.default, arguments)
     options = {"row": 1, "rule": "strict", "target_vocab_size": 7, "draft_to_target": ids, "return_processed": kept}
     for one, other in zip(
-        sample_draft(*arguments[:4], **options), SAMPLE_DRAFT.form("reference")(*arguments), strict=True
+        sample_draft(*arguments[:7], **options), SAMPLE_DRAFT.form("reference")(*arguments), strict=True
     ):
         assert torch.equal(one, other)

@@ -52,8 +52,7 @@ def problem(batch: int = 64, drafts: int = 4, vocab: int = 7, own: int | None = 
     processed, tokens = [], []
     for row in range(drafts):
         token, weights = sample_draft(
-            draft_logits[:, row : row + 1], temperature, seeds, start + 1, row=row, rule="block",
-            draft_to_target=to_target,
+            draft_logits[:, row : row + 1], temperature, seeds, start + 1, None, None, None, to_target, row, "block"
         )  # fmt: skip
         tokens.append(token)
         processed.append(weights)
