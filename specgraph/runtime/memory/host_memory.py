@@ -7,8 +7,8 @@ cache of files, of which the kernel gives back the inactive part when memory is 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -35,12 +35,14 @@ def _free_pages() -> list[int]:
         return []
 
 
-def _groups(root: Path) -> Iterator[Path]:
+@functools.cache
+def _groups(root: Path) -> list[Path]:
     """The folders of the control groups that this process is in, from the innermost one outwards.
 
     Inside of a container, the path of its group may be that on the host, which is not there; its own group is then
-    what is mounted.
+    what is mounted. They are looked for once, because every request on a CPU asks.
     """
+    found: list[Path] = []
     for line in filter(None, _text(root / "proc/self/cgroup").splitlines()):
         _, controllers, path = line.split(":", 2)
         mounted = {"": root / "sys/fs/cgroup", "memory": root / "sys/fs/cgroup/memory"}
@@ -48,7 +50,9 @@ def _groups(root: Path) -> Iterator[Path]:
         if top is None:
             continue
         inner = top / path.strip("/")
-        yield from (folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents)
+        around = [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
+        found += filter(Path.is_dir, around)
+    return found
 
 
 def _left(group: Path) -> int | None:

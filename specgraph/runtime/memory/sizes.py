@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -38,5 +38,5 @@ class StateSizes:
 
 def largest(many: Sequence[StateSizes]) -> StateSizes:
     """Room for whatever one of these has room for."""
-    each = [asdict(sizes) for sizes in many]
+    each = [vars(sizes) for sizes in many]
     return StateSizes(**{name: max(sizes[name] for sizes in each) for name in each[0]})

@@ -85,8 +85,9 @@ def most_rows(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int
 
     ``kept_bytes`` are those of a state that is freed for the new one, and ``taken`` those that others take.
     """
-    free, size = free_bytes(program.target.device), state_bytes(program)
-    if free is None or not size:
+    size = state_bytes(program)
+    free = free_bytes(program.target.device) if size else None  # every request asks, and reading it takes time
+    if free is None:
         return wanted
     most = max(1, int((_share(cache) * (free + kept_bytes) - taken) / 2 / size))
     return wanted if wanted <= most else 1 << (most.bit_length() - 1)
