@@ -27,13 +27,6 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 """What Philox adds to the two words of its key after every round."""
 
-FIRST_OCTET_BLOCK = 1 << 31
-"""The first block of the words that octets, which are groups of eight neighbouring tokens, share."""
-OCTET_STRIDE = 128
-"""Octets whose words come from one block are this many octets apart."""
-OCTET_RUN = 512
-"""So many consecutive octets share ``OCTET_STRIDE`` blocks of four words."""
-
 GREEDY_BELOW = 1e-30
 """Temperatures below this count as 0. Dividing by them could overflow, and only exact ties would show a difference."""
 
@@ -44,7 +37,4 @@ TL_STREAM_BITS = tl.constexpr(STREAM_BITS)
 TL_PHILOX_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 TL_MULTIPLIER_0, TL_MULTIPLIER_1 = (tl.constexpr(value) for value in MULTIPLIERS)
 TL_KEY_STEP_0, TL_KEY_STEP_1 = (tl.constexpr(value) for value in KEY_STEPS)
-TL_FIRST_OCTET_BLOCK = tl.constexpr(FIRST_OCTET_BLOCK)
-TL_OCTET_STRIDE = tl.constexpr(OCTET_STRIDE)
-TL_OCTET_RUN = tl.constexpr(OCTET_RUN)
 TL_GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)

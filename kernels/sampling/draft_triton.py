@@ -40,8 +40,7 @@ from specgraph.kernels.sampling.gumbel import (
     processed_value,
     split_size,
 )
-from specgraph.kernels.sampling.merge import row_tokens
-from specgraph.kernels.sampling.scan import GROUP, scan_size, scan_split
+from specgraph.kernels.sampling.scan import REPORT_COLUMNS, row_tokens, scan_size, scan_split
 
 
 @triton.jit
@@ -54,9 +53,7 @@ def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE:
     number = number.to(tl.int64)
     seed, key, noise_row = number * 0, number * 0, number * 0
     if NOISE:
-        # These reads bypass the L1 cache, because ``_finish_drafts`` performs them before its wait.
-        seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
-        key = tl.load(key_ptr + batch, cache_modifier=".cg")
+        seed, key = tl.load(seeds_ptr + batch), tl.load(key_ptr + batch)
         if SHARED:
             key += number
         else:
@@ -68,53 +65,39 @@ def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE:
 def _scan_drafts(
     logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, reports_ptr,
     count, first, vocab, limit, splits,
-    STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr,
-    MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
-):
+    STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
+    FLOORED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Scan one split of one row. The grid is (rows * splits)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-        # This has to come after the wait, since ``_finish_drafts`` relies on that. It is a small kernel, so starting it
-        # early costs little.
+        # ``_finish_drafts`` is a small kernel, so starting it early costs little.
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     row, split = program // splits, program % splits
     batch = row // count
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-    seed, key, noise_row = _draft_noise(seeds_ptr, key_ptr, batch, first + row % count, SHARED, NOISE)
+    noise = _draft_noise(seeds_ptr, key_ptr, batch, first + row % count, SHARED, NOISE)
     # Without a map, the ids beyond the limit are the last entries.
     size = vocab if MAPPED else tl.minimum(vocab, limit)
     scan_split(
         logits_ptr + row.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
-        load_floor(floors_ptr, row, FLOORED), temperature, seed, key, noise_row, reports_ptr, program,
-        tl.num_programs(0), STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
-    )
+        load_floor(floors_ptr, row, FLOORED), temperature, noise, reports_ptr, program,
+        tl.num_programs(0), STREAM, SPLIT, NOISE, MAPPED, FLOORED,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "first", "limit"])
+@triton.jit
 def _finish_drafts(
-    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, reports_ptr, token_ptr, chosen_ptr,
-    count, first, vocab, limit, splits,
-    STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
-):
+    ids_ptr, reports_ptr, token_ptr, chosen_ptr, splits, SPLITS: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """For one row, store its token as a target id and as a draft id, which is -1 if the row has nothing but -inf."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    batch = row // count
-    # What kernels before ``_scan_drafts`` wrote can be read: it waited for them before it let this kernel start.
-    temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
-    seed, key, noise_row = _draft_noise(seeds_ptr, key_ptr, batch, first + row % count, SHARED, NOISE)
-    if PDL:
         tl.extra.cuda.gdc_wait()
-    size = vocab if MAPPED else tl.minimum(vocab, limit)
-    one = tl.arange(0, 1).to(tl.int64)
-    tokens, _ = row_tokens(
-        logits_ptr, ids_ptr, floors_ptr, row + one, one == 0, temperature, seed, key + one, noise_row + one,
-        reports_ptr, size, limit, vocab, splits, tl.num_programs(0) * splits, STREAM, SPLIT, TILE, SPLITS, NOISE,
-        MAPPED, FLOORED,
-    )
+    row = tl.program_id(0)
+    one = tl.arange(0, 1)  # [1]
+    tokens, _ = row_tokens(reports_ptr, row + one, one == 0, splits, tl.num_programs(0) * splits, SPLITS)
     chosen = tl.min(tokens, 0)
     index = tl.where(chosen == NO_TOKEN, 0, chosen)
     token = index.to(tl.int64)
@@ -177,26 +160,24 @@ def sample_draft_triton(
     split = split or scan_size(vocab, batch * count)
     splits = triton.cdiv(vocab, split)
     total_splits = batch * count * splits
-    reports = torch.empty((3, total_splits, tile // GROUP.value), dtype=torch.int32, device=logits.device)
+    reports = torch.empty((REPORT_COLUMNS, total_splits), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(batch * count, dtype=torch.int32, device=logits.device)
-    noise = key if seeds is None else seeds.contiguous()
     pdl = supports_pdl(logits.device)
     # Without contraction, the same expression gives the same bits in every kernel.
-    common: dict[str, Any] = {
-        "SPLIT": split, "TILE": tile, "MAPPED": mapped, "FLOORED": floors is not None, "PDL": pdl, "num_warps": warps,
-        "enable_fp_fusion": False, **launch_options(pdl),
-    }
-    drawn: dict[str, Any] = {"STREAM": stream, "SHARED": shared, "NOISE": seeds is not None}
+    launch: dict[str, Any] = {
+        "MAPPED": mapped, "PDL": pdl, "num_warps": warps, "enable_fp_fusion": False, **launch_options(pdl)
+    }  # fmt: skip
+    common = {"SPLIT": split, "FLOORED": floors is not None, **launch}
     bounds = temperature if floors is None else floors
     _scan_drafts[(total_splits,)](
-        logits, ids, temperature, noise, key, bounds, reports, count, row, vocab, limit, splits, **drawn, **common
-    )
+        logits, ids, temperature, key if seeds is None else seeds.contiguous(), key, bounds, reports, count, row, vocab,
+        limit, splits, STREAM=stream, SHARED=shared, NOISE=seeds is not None, **common,
+    )  # fmt: skip
     _finish_drafts[(batch * count,)](
-        logits, ids, temperature, noise, key, bounds, reports, token, chosen, count, row, vocab, limit, splits,
-        SPLITS=triton.next_power_of_2(max(splits, 2)), **drawn, **common,
-    )
+        ids, reports, token, chosen, splits, SPLITS=triton.next_power_of_2(max(splits, 2)), **launch
+    )  # fmt: skip
     if return_processed:
         _write_processed[(total_splits,)](
-            logits, ids, temperature, bounds, chosen, out, count, vocab, limit, splits, **common
+            logits, ids, temperature, bounds, chosen, out, count, vocab, limit, splits, TILE=tile, **common
         )
     return token, out

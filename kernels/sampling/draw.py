@@ -1,11 +1,8 @@
-"""``sample`` of one row on a CPU: the same token, with noise for the few tokens that can win.
+"""``sample`` of one row on a CPU: the same token, with noise for the tokens that can win.
 
-The definition, :func:`~specgraph.kernels.sampling.sample.sample`, draws Gumbel noise for every token. Here a *group* is
-a set of tokens that share an octet's word: the octet itself, or one token if the row is over a draft's own vocabulary.
-The word of an octet gives the largest noise that any of its tokens can have. Added to the largest log-weight of the
-group, it bounds the scores of the group. The groups with the highest bounds are scored first. Every group whose bound
-is below the best of these scores cannot win, and its tokens need no noise. This is exact, since the bounds are those of
-the definition's own noise.
+The definition, :func:`~specgraph.kernels.sampling.sample.sample`, draws Gumbel noise for every token. Here the
+likeliest tokens are scored first. A token whose log-weight is so small that the largest noise there is
+(:data:`MOST_NOISE`) does not lift it to the best of these scores cannot win, and needs no noise.
 """
 
 from __future__ import annotations
@@ -13,17 +10,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from specgraph.kernels.sampling.sample import gumbel, octet_exponentials, sample
+from specgraph.kernels.sampling.sample import gumbel, sample
 
 FIRST = 512
 """The number of tokens that are scored first."""
 MOST = 16384
 """Noise for so many single tokens takes about as long as that for 65,536 in a row, for which the definition is used."""
-SLACK = 1e-4
-"""What is added to a bound, because the logarithm of a smaller number may be rounded to a larger one."""
+MOST_NOISE = 22.9
+"""No Gumbel noise is larger: the smallest exponential is 2**-33, and ``-log(2**-33)`` is 22.88."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +42,6 @@ class Noise:
         """The noise of target token ids int64 ``[N]``, float32 ``[N]``."""
         return gumbel(self.seeds, self.stream, self.key, self.row, ids).view(-1)
 
-    def of_octets(self, count: int) -> Tensor:
-        """A bound on the noise of the tokens of each of the first octets, float32 ``[count]``."""
-        smallest = octet_exponentials(self.seeds, self.stream, self.key, self.row, count)
-        return smallest.log_().neg_().add_(SLACK).view(-1)
-
 
 def draw_row(weights: Tensor, noise: Noise | None, token_ids: Tensor | None = None) -> int:
     """Draw one token by Gumbel-max.
@@ -65,48 +56,17 @@ def draw_row(weights: Tensor, noise: Noise | None, token_ids: Tensor | None = No
     """
     if noise is None or not math.isfinite(float(weights.amax())):
         return int(weights.argmax())
-    width = 8 if token_ids is None else 1
-    highest = weights
-    if token_ids is None:
-        highest = torch.nn.functional.max_pool1d(weights.view(1, 1, -1), width, ceil_mode=True).view(-1)
-    race = _Race(weights, noise, token_ids, width)
-    alive = (highest > -math.inf).nonzero().view(-1)
-    if len(alive) * width <= FIRST:
-        return race.best(alive)[0]
-    bounds = highest + _bounds(noise, token_ids, len(highest))
-    likely, first = bounds.topk(FIRST // width)
-    token, score = race.best(first)
-    if float(likely[-1]) < score:
-        return token
-    left = (bounds >= score).nonzero().view(-1)
-    if len(left) * width > MOST:
+    alive = (weights > -math.inf).nonzero().view(-1)
+    if len(alive) > FIRST:
+        _, score = _best(weights, noise, token_ids, weights.topk(FIRST).indices)
+        alive = (weights + MOST_NOISE >= score).nonzero().view(-1)  # the sum rounds as a score does
+    if len(alive) > MOST:
         return int(sample(weights.view(1, 1, -1), noise.seeds, noise.key, noise.row, noise.stream, token_ids))
-    return race.best(left)[0]
+    return _best(weights, noise, token_ids, alive)[0]
 
 
-def _bounds(noise: Noise, token_ids: Tensor | None, groups: int) -> Tensor:
-    """A bound on the noise of each group, float32 ``[groups]``."""
-    if token_ids is None:
-        return noise.of_octets(groups)
-    octets = token_ids // 8
-    return noise.of_octets(int(octets.max()) + 1)[octets]
-
-
-@dataclass(frozen=True)
-class _Race:
-    """The tokens of a row, of which some are scored."""
-
-    weights: Tensor
-    noise: Noise
-    token_ids: Tensor | None
-    width: int
-
-    def best(self, groups: Tensor) -> tuple[int, float]:
-        """The first of the tokens with the largest score among some groups, and that score."""
-        tokens = (groups.unsqueeze(1) * self.width + torch.arange(self.width)).view(-1)
-        tokens = tokens[tokens < len(self.weights)]
-        scores = self.weights[tokens] + self.noise.of_tokens(
-            tokens if self.token_ids is None else self.token_ids[tokens]
-        )
-        score = scores.amax()
-        return int(tokens[scores == score].min()), float(score)
+def _best(weights: Tensor, noise: Noise, token_ids: Tensor | None, entries: Tensor) -> tuple[int, float]:
+    """The first of ``entries`` with the largest score among them, and that score."""
+    scores = weights[entries] + noise.of_tokens(entries if token_ids is None else token_ids[entries])
+    score = scores.amax()
+    return int(entries[scores == score].min()), float(score)

@@ -9,8 +9,7 @@ Uniforms and exponentials have the bits of :mod:`specgraph.kernels.sampling.samp
 sources. Every exact score comes from :func:`gumbel_scores`, so that all kernels agree. A score is a function of the
 logit, the temperature, the seed, the position and the token id, and so does not depend on other rows.
 
-A *sort key* (:func:`sort_key`) is an int32 that is ordered like the float32 it is made of. An *octet* is a group of
-eight neighbouring tokens, which share a word of noise.
+A *sort key* (:func:`sort_key`) is an int32 that is ordered like the float32 it is made of.
 """
 
 # Triton's functions have no types.
@@ -24,15 +23,11 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from specgraph.kernels.sampling.constants import (
-    OCTET_STRIDE,
-    TL_FIRST_OCTET_BLOCK,
     TL_GREEDY_BELOW,
     TL_KEY_STEP_0,
     TL_KEY_STEP_1,
     TL_MULTIPLIER_0,
     TL_MULTIPLIER_1,
-    TL_OCTET_RUN,
-    TL_OCTET_STRIDE,
     TL_PHILOX_ROUNDS,
     TL_STREAM_BITS,
 )
@@ -44,8 +39,6 @@ WARPS = 4
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 """The value that replaces +inf."""
-BLOCK_TOKENS = tl.constexpr(8 * OCTET_STRIDE)
-"""The number of tokens in ``OCTET_STRIDE`` octets: tokens whose octets share a block are that far apart."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -189,7 +182,7 @@ def rough_minus_log2(x):
 
 @triton.jit
 def rough_exponential(u):
-    """``-log1p(-u)`` with a relative error of ``1.2e-5``.
+    """``-log1p(-u)`` with a relative error of ``1.5e-5``.
 
     Small ``u`` take a series, and others the hardware's logarithm.
     """
@@ -227,57 +220,26 @@ def processed_value(x, temperature):
 
 
 @triton.jit
-def has_smallest(octet_word, ids):
-    """Whether each of the tokens ``ids`` is the one that has the smallest exponential of its octet."""
-    return (octet_word & 7) == ids.to(tl.uint32) % 8
-
-
-@triton.jit
-def exponential(octet_word, word, ids):
-    """A token's exponential, float32.
-
-    It is the smallest exponential of the token's octet, plus one of its own unless the token is the one that has it.
-    """
-    smallest = -accurate_log1p(-uniform(octet_word)) * 0.125
-    more = -accurate_log1p(-uniform(word))
-    return smallest + tl.where(has_smallest(octet_word, ids), 0.0, more)
-
-
-@triton.jit
-def octet_words(octet, k0, k1, c1, c2, c3):
-    """The four words of the block that holds the word of octet ``octet``, which is word :func:`octet_lane`."""
-    octet = octet.to(tl.uint32)  # divisions of signed numbers take more instructions
-    block = octet // TL_OCTET_RUN * TL_OCTET_STRIDE + octet % TL_OCTET_STRIDE
-    return philox(block | TL_FIRST_OCTET_BLOCK, c1, c2, c3, k0, k1)
-
-
-@triton.jit
-def octet_lane(octet):
-    return octet.to(tl.uint32) // TL_OCTET_STRIDE % 4
-
-
-@triton.jit
-def word_of_octet(octet, k0, k1, c1, c2, c3):
-    w0, w1, w2, w3 = octet_words(octet, k0, k1, c1, c2, c3)
-    return pick_word(w0, w1, w2, w3, octet_lane(octet))
-
-
-@triton.jit
-def word_of_token(block, lane, k0, k1, c1, c2, c3):
-    """A token's own word: that of token ``lane`` of the ``block``, which holds the words of four tokens."""
+def token_words(block, lane, k0, k1, c1, c2, c3):
+    """The words of tokens: word ``lane`` of every ``block``, which holds those of four neighbouring token ids."""
     w0, w1, w2, w3 = philox(block.to(tl.uint32), c1, c2, c3, k0, k1)
     return pick_word(w0, w1, w2, w3, lane)
 
 
 @triton.jit
-def token_noise(block, lane, k0, k1, c1, c2, c3):
-    """The exponentials of the tokens ``lane`` of every ``block`` of four tokens.
+def token_uniforms(block, lane, k0, k1, c1, c2, c3):
+    """The uniforms of tokens in (0, 1), ``min(word * 2**-32 + 2**-33, 1 - 2**-24)``, with the block's shape by lane's.
 
-    ``block`` is ``[N, 1]`` for whole blocks. Each of them takes two blocks of Philox: its own, and that of its octet.
+    The multiplication is exact, so a fused multiply-add gives the same bits.
     """
-    word = word_of_token(block, lane, k0, k1, c1, c2, c3)
-    octet_word = word_of_octet(block.to(tl.uint32) // 2, k0, k1, c1, c2, c3)
-    return exponential(octet_word, word, block * 4 + lane)
+    u = token_words(block, lane, k0, k1, c1, c2, c3).to(tl.float32) * 2.0**-32 + 2.0**-33
+    return tl.minimum(u, _ONE_LESS)
+
+
+@triton.jit
+def token_exponentials(block, lane, k0, k1, c1, c2, c3):
+    """The exponentials ``-log1p(-u)`` of the tokens ``lane`` of every ``block`` of four tokens."""
+    return -accurate_log1p(-token_uniforms(block, lane, k0, k1, c1, c2, c3))
 
 
 @triton.jit
@@ -302,41 +264,15 @@ def widen(x):
 
 
 @triton.jit
-def _larger(a, b):
-    """The larger of two values, or the positive NaN if one is NaN.
-
-    One instruction compares two pairs of 16-bit values.
-    """
-    if a.dtype == tl.bfloat16:
-        result = tl.inline_asm_elementwise(
-            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    elif a.dtype == tl.float16:
-        result = tl.inline_asm_elementwise(
-            "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        result = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    return result
-
-
-@triton.jit
-def octet_max(x):
-    """The largest of every octet, ``[N]`` to float32 ``[N // 8]``, or the positive NaN if one is NaN."""
-    if INTERPRETED:
-        x = widen(x)
-        x = tl.where(x == x, x, float("nan"))  # a NaN may have either sign in the interpreter
-    # The first two steps compare registers, each with two 16-bit values. The last one compares the two of a register.
-    halves = tl.split(tl.permute(tl.reshape(x, (x.shape[0] // 8, 2, 2, 2)), (0, 3, 2, 1)))
-    pairs = tl.split(_larger(halves[0], halves[1]))
-    last = tl.split(widen(_larger(pairs[0], pairs[1])))
-    return tl.maximum(last[0], last[1], propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def load_logits(row_ptr, entry, vocab):
     """Load logits as float32, with -inf beyond the vocabulary."""
     return widen(tl.load(row_ptr + entry, mask=entry < vocab, other=-float("inf")))
+
+
+@triton.jit
+def load_ids(ids_ptr, entry, vocab):
+    """Load the target ids of entries, with NO_TOKEN beyond the vocabulary."""
+    return tl.load(ids_ptr + entry, mask=entry < vocab, other=NO_TOKEN).to(tl.int32)
 
 
 @triton.jit

@@ -8,14 +8,8 @@ arithmetic that a GPU kernel reproduces bit for bit. Its key is the seed; its co
 
 Tokens are drawn by Gumbel-max: the first argmax of log-weights plus Gumbel noise ``-log(e)``, ``e`` exponential. Noise
 is indexed by *target* token id, so a draft over a reduced vocabulary shares the target's noise where their vocabularies
-meet. Eight neighbouring tokens draw the smallest of their exponentials first: it is an exponential of rate 8, each of
-the eight has it with the same chance, and the others exceed it by exponentials of rate 1, since exponentials have no
-memory (Renyi 1953, "On the theory of order statistics"). All are independent exponentials of rate 1, but a kernel that
-looks for the largest score can tell from an eighth of the noise which few tokens need the rest. Eight neighbouring
-tokens, ``8 * n`` to ``8 * n + 7``, are octet ``n``. An octet takes a word of the blocks from ``2**31`` on: the upper 23
-bits give the exponential, and the lowest three bits name the token that has it. A token takes word ``id % 4`` of block
-``id // 4``. A block serves four octets that are 1024 tokens apart: octet ``n`` has word ``n // 128 % 4`` of block
-``2**31 + n // 512 * 128 + n % 128``.
+meet. A token takes word ``id % 4`` of block ``id // 4``, so one block serves four neighbouring tokens. All 32 bits of a
+word count, because a token that has a probability of 2**-30 is drawn only where its exponential is that small.
 """
 
 from __future__ import annotations
@@ -24,12 +18,9 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.sampling.constants import (
-    FIRST_OCTET_BLOCK,
     GREEDY_BELOW,
     KEY_STEPS,
     MULTIPLIERS,
-    OCTET_RUN,
-    OCTET_STRIDE,
     PHILOX_ROUNDS,
     STREAM_BITS,
     STREAM_TARGET,
@@ -98,8 +89,12 @@ def _uniform_of(word: Tensor) -> Tensor:
 
 
 def _exponential(word: Tensor) -> Tensor:
-    """Exponentials ``-log1p(-u)`` of words, computed in place because noise is the largest tensor of a step."""
-    return _uniform_of(word).neg_().log1p_().neg_()
+    """Exponentials ``-log1p(-u)`` of words, computed in place because noise is the largest tensor of a step.
+
+    The uniform ``u = word * 2**-32 + 2**-33`` is rounded to float32, and lies in ``[2**-33, 1 - 2**-24]``.
+    """
+    u = word.to(torch.float32).mul_(2.0**-32).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
+    return u.neg_().log1p_().neg_()
 
 
 def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None = None) -> Tensor:
@@ -120,42 +115,17 @@ def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None =
     return _uniform_of(_words(seeds, stream, key, row, first_block)[0]).squeeze(-1)
 
 
-def _picked_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: Tensor, lane: Tensor) -> Tensor:
-    """Word ``lane`` (0 to 3) of every block."""
-    words = torch.stack(_words(seeds, stream, key, row, block), dim=-1)
-    return words.gather(-1, lane.unsqueeze(-1).expand(*words.shape[:-1], 1)).squeeze(-1)
-
-
 def _token_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
-    """Every token's own word. If ``ids`` is a number, all four words of a block are used."""
+    """Every token's word. If ``ids`` is a number, all four words of a block are used."""
     if isinstance(ids, Tensor):
-        return _picked_words(seeds, stream, key, row, ids // 4, ids % 4)
+        words = torch.stack(_words(seeds, stream, key, row, ids // 4), dim=-1)
+        return words.gather(-1, (ids % 4).unsqueeze(-1).expand(*words.shape[:-1], 1)).squeeze(-1)
     block = torch.arange((ids + 3) // 4, device=key.device)
     return torch.stack(_words(seeds, stream, key, row, block), dim=-1).flatten(-2)[..., :ids]
 
 
-def _octet_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, octets: Tensor | int) -> Tensor:
-    """The words of octets, given by their numbers or as the number of the first ones."""
-    if isinstance(octets, Tensor):
-        block = FIRST_OCTET_BLOCK + octets // OCTET_RUN * OCTET_STRIDE + octets % OCTET_STRIDE
-        return _picked_words(seeds, stream, key, row, block, octets // OCTET_STRIDE % 4)
-    blocks = octets if octets <= OCTET_STRIDE else (octets + OCTET_RUN - 1) // OCTET_RUN * OCTET_STRIDE
-    block = FIRST_OCTET_BLOCK + torch.arange(blocks, device=key.device)
-    words = torch.stack(_words(seeds, stream, key, row, block), dim=-2)
-    runs = words.reshape(*words.shape[:-1], -1, min(blocks, OCTET_STRIDE))
-    return runs.transpose(-3, -2).flatten(-3)[..., :octets]
-
-
-def octet_exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, count: int) -> Tensor:
-    """The smallest exponential of each of the first ``count`` octets, float32 ``[B, R, count]``.
-
-    :func:`exponentials` takes the other arguments, too, and none of the exponentials of an octet is smaller.
-    """
-    return _exponential(_octet_words(seeds, stream, key, row, count)).mul_(0.125)
-
-
 def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
-    """Independent exponentials of rate 1 for the given token ids, made as the module's docstring says.
+    """Independent exponentials of rate 1 for the given token ids.
 
     Args:
         seeds, stream, key, row: as for :func:`uniform`.
@@ -165,15 +135,7 @@ def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, to
     Returns:
         float32 ``[B, R, V']``, positive.
     """
-    if isinstance(token_ids, Tensor):
-        smallest = _octet_words(seeds, stream, key, row, token_ids // 8)
-    else:
-        words = _octet_words(seeds, stream, key, row, (token_ids + 7) // 8)
-        smallest = words.repeat_interleave(8, dim=-1)[..., :token_ids]
-    more = _exponential(_token_words(seeds, stream, key, row, token_ids))
-    ids = token_ids if isinstance(token_ids, Tensor) else torch.arange(token_ids, device=key.device)
-    more.masked_fill_((smallest & 7) == ids % 8, 0.0)
-    return more.add_(_exponential(smallest).mul_(0.125))
+    return _exponential(_token_words(seeds, stream, key, row, token_ids))
 
 
 def gumbel(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:

@@ -22,7 +22,7 @@ from specgraph.kernels.sampling.gumbel import (
     load_floor,
     load_floors,
     load_tile,
-    token_noise,
+    token_exponentials,
 )
 from specgraph.kernels.verify.rows import last_row, lay_out, load_drafts, place_rows, step_noise_key, write_logprobs
 
@@ -117,7 +117,7 @@ def _race_split(
                 seeds_ptr, positions_ptr, batch, next_row, forced, width, TL_STREAM_RESIDUAL
             )
             block = (begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None]
-            value = value / token_noise(block, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
+            value = value / token_exponentials(block, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
         better = value > top
         top = tl.where(better, value, top)
         tile_index = tl.where(better, i, tile_index)

@@ -27,13 +27,12 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.ops import declare, triton_or_reference
-from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW, TL_STREAM_TARGET
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.gumbel import NO_TOKEN, TILE, WARPS, aligned, exponent_scale, load_floors, split_size
-from specgraph.kernels.sampling.merge import row_tokens
 from specgraph.kernels.sampling.sample import clean_logits, process_logits
-from specgraph.kernels.sampling.scan import GROUP
+from specgraph.kernels.sampling.scan import REPORT_COLUMNS, row_tokens
 from specgraph.kernels.verify.rows import merge_sums, write_logprobs
 from specgraph.kernels.verify.verify_triton import scan_rows
 
@@ -131,11 +130,10 @@ def score_reference(given: Score) -> Scored:
 
 @triton.jit(do_not_specialize=["count", "width", "candidates", "tokens_stride", "area"])
 def _score_rows(
-    logits_ptr, tokens_ptr, num_scored_ptr, temperature_ptr, floors_ptr, found_ptr, stats_ptr, logprobs_ptr,
+    logits_ptr, tokens_ptr, num_scored_ptr, temperature_ptr, floors_ptr, reports_ptr, stats_ptr, logprobs_ptr,
     is_greedy_ptr, bad_ptr, count, width, candidates, tokens_stride, vocab, splits, area,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, FLOORED: tl.constexpr,
-    RAW: tl.constexpr, PDL: tl.constexpr,
-):
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Merge the splits of the rows of ``ROWS`` tokens of one sequence, and write what they say of these tokens.
 
     A sequence has ``width`` tokens: for each row, one after the other, the ``candidates``.
@@ -150,11 +148,7 @@ def _score_rows(
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     given = tl.load(tokens_ptr + batch.to(tl.int64) * tokens_stride + place, mask=needed, other=0).to(tl.int32)
     line = batch.to(tl.int64) * count + row
-    none = batch.to(tl.int64) * 0  # there is no noise
-    best, bad = row_tokens(
-        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, none, row * none, row * none, found_ptr,
-        vocab, vocab, vocab, splits, area, TL_STREAM_TARGET, SPLIT, TILE, SPLITS, False, False, FLOORED,
-    )
+    best, bad = row_tokens(reports_ptr, line, needed, splits, area, SPLITS)
     best = tl.where(best == NO_TOKEN, 0, best)
     tl.store(bad_ptr + batch * width + place, bad.to(tl.uint8), mask=place < width)
     tl.store(is_greedy_ptr + batch * width + place, ((best == given) & needed).to(tl.uint8), mask=place < width)
@@ -195,21 +189,21 @@ def score_triton(given: Score) -> Scored:
     floors = find_floors(logits, temperature, *options, split=split)
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    found = torch.empty((3, area, TILE // GROUP.value), dtype=torch.int32, device=logits.device)
+    reports = torch.empty((REPORT_COLUMNS, area), dtype=torch.int32, device=logits.device)
     stats = logits.new_empty(4 * area, dtype=torch.float32)
     pdl = supports_pdl(logits.device)
     # The same options as for verification, so that the same expression gives the same bits.
     common: dict[str, Any] = {
-        "SPLIT": split, "TILE": TILE, "FLOORED": floors is not None, "RAW": raw, "PDL": pdl, "num_warps": WARPS,
+        "FLOORED": floors is not None, "RAW": raw, "PDL": pdl, "num_warps": WARPS,
         "enable_fp_fusion": False, **launch_options(pdl),
     }
     bounds = stats if floors is None else floors
     scan_rows[(splits, count, batch)](
-        logits, temperature, num_scored, num_scored, num_scored, None, bounds, found, stats, count, count, vocab,
-        splits, SCALED=not raw, NOISE=False, **common,
-    )
+        logits, temperature, num_scored, num_scored, num_scored, None, bounds, reports, stats, count, count, vocab,
+        splits, SPLIT=split, TILE=TILE, SCALED=not raw, NOISE=False, **common,
+    )  # fmt: skip
     _score_rows[(triton.cdiv(width, ROWS), batch)](
-        logits, tokens, num_scored, temperature, bounds, found, stats, logprobs, is_greedy.view(torch.uint8),
+        logits, tokens, num_scored, temperature, bounds, reports, stats, logprobs, is_greedy.view(torch.uint8),
         bad.view(torch.uint8), count, width, width // given.tokens.shape[1], tokens.stride(0), vocab, splits, area,
         ROWS=ROWS, SPLITS=triton.next_power_of_2(max(splits, 2)), **common,
     )

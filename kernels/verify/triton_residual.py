@@ -36,7 +36,7 @@ from torch import Tensor
 
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import LOG2E, NO_TOKEN, exponent_scale, load_floors, split_size
-from specgraph.kernels.sampling.merge import row_tokens
+from specgraph.kernels.sampling.scan import row_tokens
 from specgraph.kernels.step.tokens import what_is_bad
 from specgraph.kernels.verify.race import draft_prob, draft_row, finish_race, race, residual_tile, target_prob
 from specgraph.kernels.verify.rows import (
@@ -71,7 +71,7 @@ class Block(NamedTuple):
     num_rows: Tensor
     num_forced: Tensor
     floors: Tensor
-    found: Tensor
+    reports: Tensor
     stats: Tensor
 
 
@@ -118,11 +118,11 @@ def _sum_drafts(
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def _weigh_rows(
     logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, num_rows_ptr, num_forced_ptr,
-    floors_ptr, found_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr, bad_ptr,
+    floors_ptr, reports_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr, bad_ptr,
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab, own_splits,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
-    FLOORED: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
-):
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr, FLOORED: tl.constexpr, BLOCK: tl.constexpr,
+    DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """For one sequence, write the tables of its rows.
 
     For ``probabilistic`` the weight after a row is the chance that its draft is accepted.
@@ -143,11 +143,7 @@ def _weigh_rows(
     at = line[:, None] * splits + ks[None, :]
     known = needed[:, None] & (ks[None, :] < splits)
     largest, total, _ = merge_sums(stats_ptr, at, known, lines * splits, 2, scale)
-    zero = rows.to(tl.int64) * 0
-    token, bad = row_tokens(
-        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, num_rows.to(tl.int64), zero, zero, found_ptr,
-        vocab, vocab, vocab, splits, lines * splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
-    )
+    token, bad = row_tokens(reports_ptr, line, needed, splits, lines * splits, SPLITS)
     tl.store(bad_ptr + batch, what_is_bad(bad, row, needed & (token == NO_TOKEN)))
     # This is the token of a row that is a point mass (a greedy row, or one with nothing but -inf), and -1 otherwise.
     point = tl.where(largest == -float("inf"), 0, tl.where(cold, token, -1))
@@ -308,10 +304,10 @@ def verify_residual(
             own_splits, SPLIT=own_split, TILE=min(own_split, common["TILE"]),
         )
     launch(
-        _weigh_rows, batch, block.logits, block.draft_tokens, *given[1:], *rows, block.floors, block.found, block.stats,
-        draft_stats, *tables, out[4], count, width, drafts_stride, vocab,
-        splits, lines, drawn, own_vocab, own_splits,
-    )
+        _weigh_rows, batch, block.logits, block.draft_tokens, *given[1:], *rows, block.floors, block.reports,
+        block.stats, draft_stats, *tables, out[4], count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
+        own_splits,
+    )  # fmt: skip
     if by_block:
         launch(
             _sum_excess, lines * splits, *given, block.num_forced, block.floors, *tables, excess, count, width, vocab,

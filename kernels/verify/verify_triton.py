@@ -38,9 +38,8 @@ from specgraph.kernels.sampling.gumbel import (
     load_floors,
     split_size,
 )
-from specgraph.kernels.sampling.merge import row_tokens
 from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
-from specgraph.kernels.sampling.scan import GROUP, scan_size, scan_split
+from specgraph.kernels.sampling.scan import REPORT_COLUMNS, row_tokens, scan_size, scan_split
 from specgraph.kernels.step.tokens import what_is_bad
 from specgraph.kernels.verify.arguments import Verified, Verify, check_block
 from specgraph.kernels.verify.raw_logprobs import raw_logprobs
@@ -64,14 +63,11 @@ STRICT, TYPICAL, SYNTHETIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _RULES = {"strict": 0, "typical": 1, "synthetic": 2}
 _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
-_FEW_GROUPS = 1024
-"""With more groups than this to merge, ``_finish`` has twice as many warps. A thread then still has eight groups."""
-
 
 @triton.jit(do_not_specialize=["count", "width"])
 def scan_rows(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    found_ptr, stats_ptr, count, width, vocab, splits,
+    reports_ptr, stats_ptr, count, width, vocab, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -102,13 +98,13 @@ def scan_rows(
         at = line * splits + split
         area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
         floor = load_floor(floors_ptr, line, FLOORED)
-        seed, place = num_rows.to(tl.int64), num_rows.to(tl.int64)
+        seed, position = num_rows.to(tl.int64), num_rows.to(tl.int64)
         if NOISE:
-            seed, place = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
+            seed, position = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
         scan_split(
-            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, found_ptr, at, area,
-            TL_STREAM_TARGET, SPLIT, TILE, NOISE, False, FLOORED,
-        )
+            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, (seed, position, position * 0), reports_ptr, at,
+            area, TL_STREAM_TARGET, SPLIT, NOISE, False, FLOORED,
+        )  # fmt: skip
         if RAW or SCALED:
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
             tl.store(stats_ptr + at, largest)
@@ -126,12 +122,11 @@ def scan_rows(
 @triton.jit(do_not_specialize=["count", "width", "drafts_stride", "area"])
 def _finish(
     logits_ptr, draft_tokens_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    found_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, bad_ptr,
+    reports_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, bad_ptr,
     count, width, drafts_stride, vocab, splits, area, threshold, alpha, rate,
-    RULE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr,
-    PROCESSED: tl.constexpr, PDL: tl.constexpr,
-):
+    RULE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, NOISE: tl.constexpr,
+    FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr, PROCESSED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """For one sequence, merge the splits, accept drafts and write the results.
 
     Names are those of ``verify_reference``.
@@ -147,19 +142,12 @@ def _finish(
         draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
     )
     drafts = load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS)
-    seed, place = num_rows.to(tl.int64), row.to(tl.int64)
-    if NOISE:
-        seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
-        place = tl.load(positions_ptr + batch * width + row, mask=needed, other=0, cache_modifier=".cg")
     # The reads above are safe: ``scan_rows`` waited for everything written before it, and only then let this kernel
     # start.
     if PDL:
         tl.extra.cuda.gdc_wait()
     line = (batch * count + rows).to(tl.int64)
-    token, bad = row_tokens(
-        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, found_ptr,
-        vocab, vocab, vocab, splits, area, TL_STREAM_TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
-    )
+    token, bad = row_tokens(reports_ptr, line, needed, splits, area, SPLITS)
     tl.store(bad_ptr + batch, what_is_bad(bad, row, needed & (token == NO_TOKEN)))
     token = tl.where(token == NO_TOKEN, 0, token)
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
@@ -231,38 +219,37 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     split = split or (split_size(vocab) if raw or scaled else scan_size(vocab, batch * count))
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    found = torch.empty((3, area, tile // GROUP.value), dtype=torch.int32, device=logits.device)
+    reports = torch.empty((REPORT_COLUMNS, area), dtype=torch.int32, device=logits.device)
     stats = logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32)
     noise = num_rows if given.seeds is None else given.seeds.contiguous()
     pdl = supports_pdl(logits.device)
     # Without contraction, the same expression gives the same bits in every kernel.
     common: dict[str, Any] = {
-        "SPLIT": split, "TILE": tile, "FLOORED": floors is not None, "PDL": pdl, "num_warps": warps,
-        "enable_fp_fusion": False, **launch_options(pdl),
-    }
+        "FLOORED": floors is not None, "RAW": raw, "PDL": pdl, "num_warps": warps, "enable_fp_fusion": False,
+        **launch_options(pdl),
+    }  # fmt: skip
+    sizes = {"SPLIT": split, "TILE": tile}
     bounds = stats if floors is None else floors
     # Rules whose noise is keyed by the step draw in a later kernel. They need only the largest values of the rows here.
     scan_rows[(splits, count, batch)](
-        logits, temperature, noise, positions, num_rows, num_forced, bounds, found, stats, count, width,
-        vocab, splits, RAW=raw, SCALED=scaled, NOISE=given.seeds is not None and not by_step, **common,
-    )
+        logits, temperature, noise, positions, num_rows, num_forced, bounds, reports, stats, count, width,
+        vocab, splits, SCALED=scaled, NOISE=given.seeds is not None and not by_step, **sizes, **common,
+    )  # fmt: skip
     common |= {
         "ROWS": triton.next_power_of_2(max(count, 2)), "SPLITS": triton.next_power_of_2(max(splits, 2)),
-        "COLUMNS": min(triton.next_power_of_2(width), 1024), "NOISE": given.seeds is not None, "RAW": raw,
+        "COLUMNS": min(triton.next_power_of_2(width), 1024), "NOISE": given.seeds is not None,
         "PROCESSED": logprobs == "processed",
     }
     if by_step:
         block = Block(
-            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found, stats,
-        )
+            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, reports, stats,
+        )  # fmt: skip
         drawn = Drawn(given.draft_logits, given.target_to_draft, given.draft_rows, given.point_mass)
         results = (emitted, num_emitted, accepted_rows, values, bad)
-        verify_residual(block, drawn, results, splits, rule == "block", common)
+        verify_residual(block, drawn, results, splits, rule == "block", sizes | common)
     else:
-        if common["ROWS"] * common["SPLITS"] * (tile // GROUP.value) > _FEW_GROUPS:
-            common["num_warps"] = 2 * warps
         _finish[(batch,)](
-            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found, stats,
+            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, reports, stats,
             emitted, num_emitted, accepted_rows, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
             given.posterior_threshold, given.posterior_alpha, given.acceptance_rate, RULE=_RULES[rule], SCALED=scaled,
             **common,

@@ -57,30 +57,28 @@ def test_noise_takes_seven_rounds() -> None:
     assert module.PHILOX_ROUNDS == 7
 
 
-def uniform_and_word(block: int, word: int) -> tuple[float, int]:
-    """The uniform that a word of noise gives, and the word, for a counter as documented."""
-    seed, key, row = -5, (3 << 32) + 17, 6
-    counter = tuple(torch.tensor([value]) for value in (block, key & 0xFFFFFFFF, row, STREAM_DRAFT + (3 << 8)))
-    words = module.philox(counter, (torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([0xFFFFFFFF])))  # type: ignore[arg-type]
-    return ((int(words[word]) >> 9) + 0.5) / 2**23, int(words[word])
-
-
 @pytest.mark.parametrize("token", [0, 11, 1030, 4099, 128255])
 def test_the_counter_is_laid_out_as_documented(token: int) -> None:
     """Token 11 is word 3 of block 2; the position's high word shares a counter word with the stream."""
-    octet = token // 8
-    u, word = uniform_and_word(2**31 + octet // 512 * 128 + octet % 128, octet // 128 % 4)
-    more = -math.log1p(-uniform_and_word(token // 4, token % 4)[0]) if word & 7 != token % 8 else 0.0
-    seeds, key, row = torch.tensor([-5]), torch.tensor([[(3 << 32) + 17]]), torch.tensor([[6]])
-    found = gumbel(seeds, STREAM_DRAFT, key, row, token + 1)[0, 0, token]
-    assert found.item() == pytest.approx(-math.log(-math.log1p(-u) / 8 + more), rel=1e-5, abs=1e-6)
+    key = (3 << 32) + 17
+    counter = tuple(torch.tensor([value]) for value in (token // 4, key & 0xFFFFFFFF, 6, STREAM_DRAFT + (3 << 8)))
+    words = module.philox(counter, (torch.tensor([-5 & 0xFFFFFFFF]), torch.tensor([0xFFFFFFFF])))  # type: ignore[arg-type]
+    u = (int(words[token % 4]) + 0.5) / 2**32
+    found = gumbel(torch.tensor([-5]), STREAM_DRAFT, torch.tensor([[key]]), torch.tensor([[6]]), token + 1)
+    assert found[0, 0, token].item() == pytest.approx(-math.log(-math.log1p(-u)), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize(("word", "value"), [(0, 2.0**-24), (0xFFFFFFFF, 1 - 2.0**-24)])
-def test_uniforms_are_exact_at_both_ends(monkeypatch: pytest.MonkeyPatch, word: int, value: float) -> None:
+@pytest.mark.parametrize(
+    ("word", "value", "exponential"),
+    [(0, 2.0**-24, 2.0**-33), (0xFFFFFFFF, 1 - 2.0**-24, 24 * math.log(2))],
+)
+def test_noise_is_exact_at_both_ends(
+    monkeypatch: pytest.MonkeyPatch, word: int, value: float, exponential: float
+) -> None:
     monkeypatch.setattr(module, "philox", lambda *_: (torch.full((1, 1, 1), word),) * 4)
     seeds, key = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     assert uniform(seeds, STREAM_ACCEPT, key).item() == value
+    assert exponentials(seeds, STREAM_ACCEPT, key, None, 1).item() == pytest.approx(exponential)
     assert gumbel(seeds, STREAM_ACCEPT, key, None, 4).isfinite().all()
 
 
@@ -105,20 +103,19 @@ def chi_square(counts: Tensor) -> float:
 def test_the_exponentials_of_neighbours_are_independent() -> None:
     """Joint cells of equal chance are equally likely.
 
-    The tokens of a cell are an octet, which draws its smallest exponential first, half an octet, and tokens of four
-    octets that share a block of noise.
+    The tokens of a cell are those of one block of Philox, of two, and of four blocks far apart.
     """
     e = exponentials(torch.arange(48) * 7919, STREAM_TARGET, torch.arange(8).expand(48, 8), None, 4096).double()
     cell = (torch.expm1(-e) * -4).long().clamp(max=3)
-    octet = (cell // 2).unflatten(-1, (-1, 8)).flatten(0, -2)
-    assert abs(chi_square(torch.bincount((octet << torch.arange(8)).sum(-1), minlength=256))) < 4
+    eight = (cell // 2).unflatten(-1, (-1, 8)).flatten(0, -2)
+    assert abs(chi_square(torch.bincount((eight << torch.arange(8)).sum(-1), minlength=256))) < 4
     half = cell.unflatten(-1, (-1, 2, 4)).flatten(0, -3)
-    sharing = cell.unflatten(-1, (4, 1024)).transpose(-1, -2).flatten(0, -2)
-    for joint in (half[:, 0], half[:, 1], half[:, :, :2].flatten(1), sharing):
+    apart = cell.unflatten(-1, (4, 1024)).transpose(-1, -2).flatten(0, -2)
+    for joint in (half[:, 0], half[:, 1], half[:, :, :2].flatten(1), apart):
         assert abs(chi_square(torch.bincount((joint << torch.arange(0, 8, 2)).sum(-1), minlength=256))) < 4
     least = e.unflatten(-1, (-1, 8)).min(-1)
     assert abs(chi_square(torch.bincount(least.indices.flatten(), minlength=8))) < 4
-    # The smallest of an octet is an exponential of rate 8, the tail included.
+    # The smallest of eight is an exponential of rate 8, the tail included.
     rank = torch.expm1(-8 * least.values).neg().flatten()
     assert abs(chi_square(torch.histc(rank, 1000, 0.0, 1.0))) < 4
     assert abs(chi_square(torch.histc(rank[rank < 1e-2], 20, 0.0, 1e-2))) < 4

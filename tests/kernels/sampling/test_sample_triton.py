@@ -119,8 +119,8 @@ HUGE = 3.3e38
 
 @pytest.mark.parametrize("row", [[torch.nan, 1.0, 2.0, 30.0, 0.0], [0.0, 0.0, HUGE, 0.0, 30.0]])
 @pytest.mark.parametrize("seeded", [True, False])
-def test_a_row_of_one_strange_column_beside_a_row_of_larger_logits(row: list[float], seeded: bool) -> None:
-    """Nothing of such a row is known before it is scanned again, and nothing of another row counts."""
+def test_a_row_with_a_strange_logit_beside_a_row_of_larger_logits(row: list[float], seeded: bool) -> None:
+    """Nothing of another row counts."""
     logits = torch.tensor([[[100.0, 90.0, 80.0, 70.0, 60.0], row]]).repeat(4, 1, 1)
     for one, other in zip(*drafts(logits, "strict", None, None, seeded), strict=True):
         assert torch.equal(one, other)

@@ -193,8 +193,8 @@ def test_without_seeds_nothing_is_drawn(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-29, 1e-6, 1.0])
 @pytest.mark.parametrize("shape", ["flat", "ties", "peaked", "large"])
-def test_the_first_exact_argmax_wins_however_close_the_bounds(temperature: float, shape: str) -> None:
-    """Cases in which the second-best bound of a split says nothing, over several turns and splits."""
+def test_the_first_exact_argmax_wins_however_close_the_scores(temperature: float, shape: str) -> None:
+    """Flat rows, ties and rows in which rounding leaves little of the noise, over several splits."""
     given = problem(1, 0, 1600)
     logits = torch.zeros_like(given["logits"])
     if shape == "ties":
@@ -207,30 +207,16 @@ def test_the_first_exact_argmax_wins_however_close_the_bounds(temperature: float
     assert_same_tokens(launch(given, split=1024, tile=512), reference(given))
 
 
-@pytest.mark.parametrize(("split", "tile"), [(1024, 256), (4096, 1024)])
-@pytest.mark.parametrize("columns", [1, 12])
-def test_a_group_may_hide_the_best_token(split: int, tile: int, columns: int) -> None:
-    """More eights with large bounds than a column keeps, or a group looks at: the smallest exponential of an eight,
-    which its bound goes by, is mostly that of a token with a small logit.
-    """
-    given = problem(24, 0, 4096)
-    logits = torch.full_like(given["logits"], -40.0)
-    for turn in range(4):
-        logits[..., turn * tile + 80 : turn * tile + 80 + 8 * columns : 4] = 0.0
-    given["logits"], given["temperature"] = logits, torch.full((24,), 0.9, device=DEVICE)
-    assert_same_tokens(launch(given, split=split, tile=tile), reference(given))
-
-
 @triton.jit
 def _worst_exponential(u):  # type: ignore[no-untyped-def]
     """``rough_exponential`` with all of the error that it may have."""
-    error = tl.where((u * 65536.0).to(tl.int32) % 2 == 0, 1.2e-5, -1.2e-5)
+    error = tl.where((u * 65536.0).to(tl.int32) % 2 == 0, 1.5e-5, -1.5e-5)
     return rough_exponential(u) * (1.0 + error)
 
 
 @pytest.mark.parametrize("vocab", [1500, 5000])
 def test_scores_that_nearly_tie_are_compared_exactly(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
-    """Two tokens whose scores are nearer than the scan can tell, in one group or apart."""
+    """Two tokens whose scores are nearer than the approximate ones can tell, in one split or apart."""
     if DEVICE == "cpu":  # the interpreter's logarithms are better than a GPU's
         monkeypatch.setattr(scan, "rough_exponential", _worst_exponential)
     given = problem(40, 0, vocab)
@@ -277,7 +263,6 @@ def test_all_turns_of_a_split_are_seen() -> None:
 
 
 def test_a_nan_hides_no_token_of_its_split() -> None:
-    """The bound of its column is lost, so that the split is scanned again."""
     given = problem(1, 1, 2100)
     given["logits"][..., 900] = 30.0
     given["logits"][..., 899] = given["logits"][..., 1500] = torch.nan
