@@ -121,7 +121,7 @@ def _write_processed(
     chosen = tl.load(chosen_ptr + row)
     floor = load_floor(floors_ptr, row, FLOORED)
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    point = (tl.zeros_like(local) + temperature < TL_GREEDY_BELOW) | (local * 0 + chosen < 0)
+    one_hot = (tl.zeros_like(local) + temperature < TL_GREEDY_BELOW) | (local * 0 + chosen < 0)
     for i in tl.static_range(SPLIT // TILE):
         entry = split * SPLIT + i * TILE + local
         x = load_tile(logits_ptr + row.to(tl.int64) * vocab, split * SPLIT + i * TILE, vocab, TILE)
@@ -130,7 +130,7 @@ def _write_processed(
             ids = tl.load(ids_ptr + entry, mask=entry < vocab, other=0).to(tl.int32)
         x = kept_logits(x, ids, limit, floor, True, FLOORED)
         value = processed_value(x, tl.zeros_like(x) + temperature)
-        value = tl.where(point, tl.where(entry == tl.maximum(chosen, 0), 0.0, -float("inf")), value)
+        value = tl.where(one_hot, tl.where(entry == tl.maximum(chosen, 0), 0.0, -float("inf")), value)
         tl.store(out_ptr + row.to(tl.int64) * vocab + entry, value, mask=entry < vocab)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -230,10 +230,10 @@ def token_words(block, lane, k0, k1, c1, c2, c3):
 def token_uniforms(block, lane, k0, k1, c1, c2, c3):
     """The uniforms of tokens in (0, 1), ``min(word * 2**-32 + 2**-33, 1 - 2**-24)``, with the block's shape by lane's.
 
-    The multiplication is exact, so a fused multiply-add gives the same bits.
+    The multiplication is exact, so a fused multiply-add gives the bits of a multiplication and an addition.
     """
-    u = token_words(block, lane, k0, k1, c1, c2, c3).to(tl.float32) * 2.0**-32 + 2.0**-33
-    return tl.minimum(u, _ONE_LESS)
+    word = token_words(block, lane, k0, k1, c1, c2, c3).to(tl.float32)
+    return tl.minimum(tl.fma(word, tl.full(word.shape, 2.0**-32, tl.float32), 2.0**-33), _ONE_LESS)
 
 
 @triton.jit

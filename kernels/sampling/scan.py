@@ -27,6 +27,7 @@ import triton.language as tl
 
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import (
+    INF_KEY,
     LARGEST,
     LN2,
     NO_TOKEN,
@@ -111,23 +112,24 @@ def scan_split(
     lane = tl.arange(0, 4)[None, :]  # [1, 4]
     entry = block * 4 + lane  # [SPLIT // 4, 4]
     x = load_logits(row_ptr, entry, vocab)
-    has_nan = tl.max(tl.max((x != x).to(tl.int32), 1), 0)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # the bits without the sign; those of a NaN are the largest
+    has_nan = (tl.max(tl.max(magnitude, 1), 0) > INF_KEY).to(tl.int32)
     if MAPPED:
         ids = load_ids(ids_ptr, entry, vocab)
         block, lane = ids // 4, ids % 4
         x = kept_logits(x, ids, limit, floor, True, FLOORED)
     else:
         x = kept_logits(x, entry, limit, floor, False, FLOORED)
-    x = clean(x)
 
     # ---- argmax x / temperature - log(e) ----
     if temperature < TL_GREEDY_BELOW:
-        score, token = first_best(x, entry)
+        score, token = first_best(clean(x), entry)
     elif NOISE:
         seed, key, noise_row = noise
         k0, k1, c1, c2, c3 = noise_key(seed, STREAM, key, noise_row)
         e = rough_exponential(token_uniforms(block, lane, k0, k1, c1, c2, c3))
         rough = tl.fma(x, tl.zeros_like(x) + inverse_temperature(temperature), rough_minus_log2(e) * LN2)
+        # A NaN is not near, since no comparison with it holds, and the maximum passes it over.
         is_near = (rough >= _least_near(tl.max(tl.max(rough, 1), 0))) & (x > -float("inf"))
         near = tl.where(is_near, entry, NO_TOKEN)
         score, token = _exact_best(row_ptr, ids_ptr, near, vocab, temperature, k0, k1, c1, c2, c3, MAPPED)

@@ -48,8 +48,8 @@ def split_sums(
     row_ptr, begin, vocab, largest, floor, scale, SPLIT: tl.constexpr, TILE: tl.constexpr, FLOORED: tl.constexpr
 ):
     """Over one split, the sum of ``e = exp2((x - largest) * scale)`` and its moment, the sum of ``e * log2(e)``."""
-    total = tl.zeros((TILE // 4, 4), tl.float32)
-    moment = tl.zeros((TILE // 4, 4), tl.float32)
+    total = tl.zeros((TILE // 4, 4), tl.float32)  # [TILE // 4, 4]
+    moment = tl.zeros((TILE // 4, 4), tl.float32)  # [TILE // 4, 4]
     for i in tl.static_range(SPLIT // TILE):
         x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
         if FLOORED:
@@ -74,8 +74,8 @@ def merge_sums(stats_ptr, at, known, area, index: tl.constexpr, scale):
     ``stats`` ``[4, area]`` holds the largest logit of each split, the sum for raw logits, and the sum and the moment
     for logits over the temperature. ``index`` selects the sum: 1 for raw logits, 2 for those over the temperature.
     """
-    part = tl.load(stats_ptr + at, mask=known, other=-float("inf"))
-    largest = tl.max(part, 1)
+    part = tl.load(stats_ptr + at, mask=known, other=-float("inf"))  # [ROWS, SPLITS]
+    largest = tl.max(part, 1)  # [ROWS]
     pivot = tl.where(largest > -float("inf"), largest, 0.0)
     away = (part - pivot[:, None]) * scale
     factor = tl.exp2(away)
@@ -212,9 +212,9 @@ def lay_out(
 @triton.jit
 def write_logprobs(
     logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width, vocab,
-    draft, next_token, accepted, point, temperature, RAW: tl.constexpr,
-):
-    """Write the log-probabilities of the emitted tokens. ``point`` ``[ROWS]`` is the token of a point mass, or -1."""
+    draft, next_token, accepted, one_hot, temperature, RAW: tl.constexpr,
+):  # fmt: skip
+    """Write the log-probabilities of the emitted tokens. ``one_hot`` ``[ROWS]`` is the token of a point mass, or -1."""
     final = tl.where(row < accepted, draft, next_token)
     wanted = needed & (row <= accepted)
     if RAW:
@@ -226,5 +226,5 @@ def write_logprobs(
         x = floored_logits(logits_ptr, line, final, vocab, floor, wanted)
         largest, total, _ = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
         value = logprob(x, largest, total, inverse_temperature(temperature))
-        value = tl.where(point >= 0, tl.where(final == point, 0.0, -float("inf")), value)
+        value = tl.where(one_hot >= 0, tl.where(final == one_hot, 0.0, -float("inf")), value)
     tl.store(logprobs_ptr + batch * width + row, tl.where(wanted, value, 0.0), mask=row - first < count)

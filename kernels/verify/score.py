@@ -156,14 +156,14 @@ def _score_rows(
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
     cold = temperature + tl.zeros((ROWS,), tl.float32) < TL_GREEDY_BELOW
-    point = tl.where(cold, best, -1)
+    one_hot = tl.where(cold, best, -1)
     if not RAW:
         largest, _, _ = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
-        point = tl.where(cold, best, tl.where(largest == -float("inf"), 0, -1))
+        one_hot = tl.where(cold, best, tl.where(largest == -float("inf"), 0, -1))
     write_logprobs(
         logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, place, needed, 0, width, width, vocab,
-        given, given, width, point, temperature, RAW,
-    )
+        given, given, width, one_hot, temperature, RAW,
+    )  # fmt: skip
 
 
 def covers(given: Score) -> bool:

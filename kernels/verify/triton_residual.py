@@ -8,12 +8,12 @@ logit and the sum of its row.
 There are up to six launches. Those that read whole rows have a program per row and split of the vocabulary, and those
 that merge and decide have a program per sequence::
 
-    _sum_drafts    program per split   the largest value and the sum of exponentials of the draft's rows
-    _weigh_rows    per sequence        merges both sums; p and q of every draft token; the chain of weights of `block`
-    _sum_excess    per split           (for `block`) the sum of max(w * p - q, 0) of every row
-    _choose        per sequence        how many drafts are accepted, and which row gives the next token
-    race           per split           the winner of the split of that row (specgraph.kernels.verify.race)
-    finish_race    per sequence        the winner of all splits; writes tokens and log-probabilities
+    _sum_drafts        per split      the largest value and the sum of exponentials of the draft's rows
+    _weigh_rows        per sequence   merges both sums; p and q of every draft token; the chain of weights of `block`
+    _sum_excess        per split      (for `block`) the sum of max(w * p - q, 0) of every row
+    _choose            per sequence   how many drafts are accepted, and which row gives the next token
+    sample_residual    per split      the winner of the exponential race in the split of that row
+    finish_residual    per sequence   the winner of all splits; writes tokens and log-probabilities
 
 Sums over a split have a fixed order, and sums over splits are taken in fixed point, in which every order gives the same
 sum. So a sequence's results do not depend on other sequences.
@@ -38,7 +38,20 @@ from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import LOG2E, NO_TOKEN, exponent_scale, load_floors, split_size
 from specgraph.kernels.sampling.scan import row_tokens
 from specgraph.kernels.step.tokens import what_is_bad
-from specgraph.kernels.verify.race import draft_prob, draft_row, finish_race, race, residual_tile, target_prob
+from specgraph.kernels.verify.row_tables import (
+    CHANCE,
+    DRAFT,
+    DRAFT_MAX,
+    DRAFT_SUM,
+    LIVE,
+    NUM_INTEGERS,
+    NUM_REALS,
+    ONE_HOT,
+    TARGET_MAX,
+    TARGET_SUM,
+    WEIGHT,
+    column,
+)
 from specgraph.kernels.verify.rows import (
     acceptance_uniforms,
     count_accepted,
@@ -50,14 +63,16 @@ from specgraph.kernels.verify.rows import (
     split_largest,
     split_sums,
 )
+from specgraph.kernels.verify.sample_residual import (
+    draft_prob,
+    draft_row,
+    finish_residual,
+    residual_tile,
+    sample_residual,
+    target_prob,
+)
 
 _TINY = tl.constexpr(1.1754943508222875e-38)
-_REALS, _INTEGERS = 6, 3
-"""The number of values per row in the two tables that ``_weigh_rows`` writes.
-
-The reals are the largest value and the sum of the target, those of the draft, and the weight before and after the row.
-The integers are the token of a row that is a point mass (or -1), whether the row is live, and its draft.
-"""
 
 
 class Block(NamedTuple):
@@ -138,27 +153,30 @@ def _weigh_rows(
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     cold = temperature + tl.zeros((ROWS,), tl.float32) < TL_GREEDY_BELOW
     scale = exponent_scale(temperature)
+
+    # ---- p of every draft: merge the splits of the target's rows ----
     ks = tl.arange(0, SPLITS)
     line = (batch * count + rows).to(tl.int64)
-    at = line[:, None] * splits + ks[None, :]
+    at = line[:, None] * splits + ks[None, :]  # [ROWS, SPLITS]
     known = needed[:, None] & (ks[None, :] < splits)
     largest, total, _ = merge_sums(stats_ptr, at, known, lines * splits, 2, scale)
     token, bad = row_tokens(reports_ptr, line, needed, splits, lines * splits, SPLITS)
     tl.store(bad_ptr + batch, what_is_bad(bad, row, needed & (token == NO_TOKEN)))
     # This is the token of a row that is a point mass (a greedy row, or one with nothing but -inf), and -1 otherwise.
-    point = tl.where(largest == -float("inf"), 0, tl.where(cold, token, -1))
+    one_hot = tl.where(largest == -float("inf"), 0, tl.where(cold, token, -1))
     largest = tl.where(largest > -float("inf"), largest, 0.0)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
     x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & valid_draft)
-    p = target_prob(x, draft, floor, largest, total, scale, point)
+    p = target_prob(x, draft, floor, largest, total, scale, one_hot)
 
+    # ---- q of every draft: merge the splits of the draft's rows ----
     draft_batch, num_logits = draft_row(index_ptr, batch, drawn)
     has_logits = row < num_logits
     draft_largest, draft_total = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), 1.0, tl.float32)
     if DRAWN:
         own_ks = tl.arange(0, OWN_SPLITS)
         has = live & valid_draft & has_logits
-        own_at = (batch * drawn + row)[:, None] * own_splits + own_ks[None, :]
+        own_at = (batch * drawn + row)[:, None] * own_splits + own_ks[None, :]  # [ROWS, OWN_SPLITS]
         own_known = has[:, None] & (own_ks[None, :] < own_splits)
         area = tl.num_programs(0) * drawn * own_splits
         draft_largest, draft_total, _ = merge_sums(draft_stats_ptr, own_at, own_known, area, 1, LOG2E)
@@ -169,7 +187,9 @@ def _weigh_rows(
         draft_total, own_vocab, DRAWN, MAPPED,
     )
 
-    before = tl.full((ROWS,), 1.0, tl.float32)
+    # ---- `block` (Sun et al., Algorithm 2): w_0 = 1, w_i = min(1, w_(i-1) * p_i / q_i) ----
+    # ---- `probabilistic` (Leviathan et al.): accept with chance min(1, p / q), residual weight 1 ----
+    before = tl.full((ROWS,), 1.0, tl.float32)  # [ROWS]
     after = tl.full((ROWS,), 1.0, tl.float32)
     if BLOCK:
         weight = tl.full((), 1.0, tl.float32)
@@ -185,15 +205,15 @@ def _weigh_rows(
     else:
         after = tl.where((p >= q) & (p > 0), 1.0, tl.minimum(p / tl.maximum(q, _TINY), 1.0))
     inside = rows < count
-    tl.store(reals_ptr + line, largest, mask=inside)
-    tl.store(reals_ptr + lines + line, total, mask=inside)
-    tl.store(reals_ptr + 2 * lines + line, draft_largest, mask=inside)
-    tl.store(reals_ptr + 3 * lines + line, draft_total, mask=inside)
-    tl.store(reals_ptr + 4 * lines + line, before, mask=inside)
-    tl.store(reals_ptr + 5 * lines + line, after, mask=inside)
-    tl.store(integers_ptr + line, point, mask=inside)
-    tl.store(integers_ptr + lines + line, live.to(tl.int32), mask=inside)
-    tl.store(integers_ptr + 2 * lines + line, draft, mask=inside)
+    tl.store(column(reals_ptr, TARGET_MAX, lines) + line, largest, mask=inside)
+    tl.store(column(reals_ptr, TARGET_SUM, lines) + line, total, mask=inside)
+    tl.store(column(reals_ptr, DRAFT_MAX, lines) + line, draft_largest, mask=inside)
+    tl.store(column(reals_ptr, DRAFT_SUM, lines) + line, draft_total, mask=inside)
+    tl.store(column(reals_ptr, WEIGHT, lines) + line, before, mask=inside)
+    tl.store(column(reals_ptr, CHANCE, lines) + line, after, mask=inside)
+    tl.store(column(integers_ptr, ONE_HOT, lines) + line, one_hot, mask=inside)
+    tl.store(column(integers_ptr, LIVE, lines) + line, live.to(tl.int32), mask=inside)
+    tl.store(column(integers_ptr, DRAFT, lines) + line, draft, mask=inside)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -213,7 +233,7 @@ def _sum_excess(
     line, split = program // splits, program % splits
     batch = line // count
     row = tl.minimum(tl.load(num_forced_ptr + batch).to(tl.int32), width - count) + line % count
-    if tl.load(integers_ptr + lines + line) > 0:
+    if tl.load(column(integers_ptr, LIVE, lines) + line) > 0:
         total = tl.zeros((TILE // 4, 4), tl.float32)
         for i in range(SPLIT // TILE):
             left, _ = residual_tile(
@@ -228,11 +248,14 @@ def _sum_excess(
 
 @triton.jit
 def _block_chances(integers_ptr, excess_ptr, line, rows, after, count, splits, lines, SPLITS: tl.constexpr):
-    """``h`` of Algorithm 2 for the prefix that ends with each row's draft; see ``verify._block_chances``."""
+    """``h_i = sum(max(w_i * p - q, 0)) / (sum(max(w_i * p - q, 0)) + 1 - w_i)`` of Algorithm 2, for every prefix.
+
+    ``p`` and ``q`` are those of the row behind the prefix. The last prefix has the chance ``w_i``.
+    """
     ks = tl.arange(0, SPLITS)
     follows = rows + 1 < count
-    next_live = tl.load(integers_ptr + lines + line + 1, mask=follows, other=0) > 0
-    at = (line[:, None] + 1) * splits + ks[None, :]
+    next_live = tl.load(column(integers_ptr, LIVE, lines) + line + 1, mask=follows, other=0) > 0
+    at = (line[:, None] + 1) * splits + ks[None, :]  # [ROWS, SPLITS]
     excess = fixed_sum(tl.load(excess_ptr + at, mask=next_live[:, None] & (ks[None, :] < splits), other=0.0))
     total = excess + (1.0 - after)
     share = tl.where(total > 0, excess / tl.maximum(total, _TINY), 1.0)
@@ -252,9 +275,10 @@ def _choose(
     rows = tl.arange(0, ROWS)
     row, _, _, first, forced, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
     line = (batch * count + rows).to(tl.int64)
-    live = tl.load(integers_ptr + lines + line, mask=rows < count, other=0) > 0
-    chance = tl.load(reals_ptr + 5 * lines + line, mask=rows < count, other=0.0)
+    live = tl.load(column(integers_ptr, LIVE, lines) + line, mask=rows < count, other=0) > 0
+    chance = tl.load(column(reals_ptr, CHANCE, lines) + line, mask=rows < count, other=0.0)
     u = acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, forced, width, NOISE)
+    # ---- `block`: the longest prefix with u_i < h_i. `probabilistic`: all drafts before the first u_i >= chance ----
     if BLOCK:
         chance = _block_chances(integers_ptr, excess_ptr, line, rows, chance, count, splits, lines, SPLITS)
         accepted = forced + tl.max(tl.where((u < chance) & live, row - forced + 1, 0), 0)
@@ -281,12 +305,12 @@ def verify_residual(
     own_split = split_size(own_vocab)
     own_splits = triton.cdiv(own_vocab, own_split)
     draft_stats = torch.empty(2 * max(batch * drawn * own_splits, 1), dtype=torch.float32, device=device)
-    reals = torch.empty((_REALS, lines), dtype=torch.float32, device=device)
-    integers = torch.empty((_INTEGERS, lines), dtype=torch.int32, device=device)
+    reals = torch.empty((NUM_REALS, lines), dtype=torch.float32, device=device)
+    integers = torch.empty((NUM_INTEGERS, lines), dtype=torch.int32, device=device)
     excess = torch.empty(lines * splits if by_block else 1, dtype=torch.float32, device=device)
     accepted = torch.empty(batch, dtype=torch.int32, device=device)
-    race_value = torch.empty(batch * splits, dtype=torch.float32, device=device)
-    place = torch.empty_like(race_value, dtype=torch.int32)
+    race_values = torch.empty(batch * splits, dtype=torch.float32, device=device)
+    place = torch.empty_like(race_values, dtype=torch.int32)
     own_ids = source.own_ids.contiguous() if source.own_ids is not None and drawn else integers
     drafts_stride = block.draft_tokens.stride(0)
     options = {**common, "DRAWN": drawn > 0, "MAPPED": own_ids is not integers, "BLOCK": by_block,
@@ -315,11 +339,11 @@ def verify_residual(
         )
     launch(_choose, batch, *noise, *rows, *tables, excess, accepted, count, width, splits, lines)
     launch(
-        race, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, race_value, place, count,
-        width, vocab, splits, lines, drawn, own_vocab,
-    )
+        sample_residual, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, race_values, place,
+        count, width, vocab, splits, lines, drawn, own_vocab,
+    )  # fmt: skip
     launch(
-        finish_race, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.stats,
-        *tables, accepted, race_value, place, *out[:4], count, width, drafts_stride, vocab,
+        finish_residual, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.stats,
+        *tables, accepted, race_values, place, *out[:4], count, width, drafts_stride, vocab,
         splits, lines, drawn, own_vocab,
     )

@@ -146,17 +146,22 @@ def _finish(
     # start.
     if PDL:
         tl.extra.cuda.gdc_wait()
-    line = (batch * count + rows).to(tl.int64)
+
+    # ---- The target's own token of every row: the best of its splits ----
+    line = (batch * count + rows).to(tl.int64)  # [ROWS]
     token, bad = row_tokens(reports_ptr, line, needed, splits, area, SPLITS)
     tl.store(bad_ptr + batch, what_is_bad(bad, row, needed & (token == NO_TOKEN)))
     token = tl.where(token == NO_TOKEN, 0, token)
-    at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
+    at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]  # [ROWS, SPLITS]
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
-    point = tl.where(cold, token, -1)
+    one_hot = tl.where(cold, token, -1)
     if SCALED:
         largest, total, moment = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
-        point = tl.where(cold, token, tl.where(largest == -float("inf"), 0, -1))
+        one_hot = tl.where(cold, token, tl.where(largest == -float("inf"), 0, -1))
+
+    # ---- Accept: `strict` draft == token; `synthetic` u < rate; `typical` (Cai et al. 2024, arXiv 2401.10774)
+    # ---- p(draft) > min(threshold, alpha * exp(-entropy))
     if RULE == STRICT:
         good = token == draft
     else:
@@ -167,11 +172,13 @@ def _finish(
             x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & valid_draft)
             p = tl.exp(logprob(x, largest, total, inverse_temperature(temperature)))
             entropy = tl.log(total) - moment / total * 0.6931471805599453
-            p = tl.where(point >= 0, tl.where(draft == point, 1.0, 0.0), p)
-            entropy = tl.where(point >= 0, 0.0, entropy)
+            p = tl.where(one_hot >= 0, tl.where(draft == one_hot, 1.0, 0.0), p)
+            entropy = tl.where(one_hot >= 0, 0.0, entropy)
             good = p > tl.minimum(alpha * tl.exp(-entropy), threshold)
     accepted, last = count_accepted(good, live, row, first, forced, count, ROWS)
     next_token = tl.sum(tl.where(rows == last, token, 0), 0)
+
+    # ---- The accepted drafts, then the next token, and their log-probabilities ----
     lay_out(
         drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, next_token,
         more, first, count, width, drafts_stride, COLUMNS, RAW or PROCESSED,
@@ -179,8 +186,8 @@ def _finish(
     if RAW or PROCESSED:
         write_logprobs(
             logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width,
-            vocab, draft, next_token, accepted, point, temperature, RAW,
-        )
+            vocab, draft, next_token, accepted, one_hot, temperature, RAW,
+        )  # fmt: skip
 
 
 def covers(given: Verify) -> bool:

@@ -1,7 +1,8 @@
-"""The draw of ``probabilistic`` and ``block``: what is left of ``w * p - q`` in one row, and who wins the race for it.
+"""The draw of ``probabilistic`` and ``block`` from the residual of one row, ``max(w * p - q, 0)``.
 
-The draw is an exponential race: the first argmax of ``v / e``, ``e`` exponential, which is that of ``log(v) + gumbel``.
-See :mod:`specgraph.kernels.verify.triton_residual` for the tables of rows that these functions read.
+The draw is an exponential race: the first argmax of ``residual / e``, ``e`` exponential, which is that of
+``log(residual) + gumbel``. :mod:`specgraph.kernels.verify.triton_residual` names the sources, and
+:mod:`specgraph.kernels.verify.row_tables` the columns of the tables that these functions read.
 """
 
 # Triton's functions have no types.
@@ -24,14 +25,25 @@ from specgraph.kernels.sampling.gumbel import (
     load_tile,
     token_exponentials,
 )
+from specgraph.kernels.verify.row_tables import (
+    DRAFT,
+    DRAFT_MAX,
+    DRAFT_SUM,
+    LIVE,
+    ONE_HOT,
+    TARGET_MAX,
+    TARGET_SUM,
+    WEIGHT,
+    column,
+)
 from specgraph.kernels.verify.rows import last_row, lay_out, load_drafts, place_rows, step_noise_key, write_logprobs
 
 
 @triton.jit
-def target_prob(x, place, floor, largest, total, scale, point):
-    """The target's probabilities of the tokens at ``place``. ``point`` is the token of a point mass, or -1."""
+def target_prob(x, token_ids, floor, largest, total, scale, one_hot):
+    """The target's probabilities of the tokens at ``token_ids``. ``one_hot`` is the token of a point mass, or -1."""
     x = clean(tl.where(x < floor, -float("inf"), x))
-    return tl.where(point >= 0, tl.where(place == point, 1.0, 0.0), tl.exp2((x - largest) * scale) / total)
+    return tl.where(one_hot >= 0, tl.where(token_ids == one_hot, 1.0, 0.0), tl.exp2((x - largest) * scale) / total)
 
 
 @triton.jit
@@ -50,18 +62,18 @@ def draft_row(rows_ptr, batch, drawn):
 
 @triton.jit
 def draft_prob(
-    draft_ptr, own_ptr, line, place, inside, drawn, draft, largest, total, own_vocab,
+    draft_ptr, own_ptr, line, token_ids, inside, drawn, draft, largest, total, own_vocab,
     DRAWN: tl.constexpr, MAPPED: tl.constexpr,
-):
-    """The draft's probabilities of the target's tokens at ``place``.
+):  # fmt: skip
+    """The draft's probabilities of the target's tokens at ``token_ids``.
 
     A draft that was not drawn from a known distribution is a point mass at ``draft``.
     """
-    prob = tl.where(place == draft, 1.0, 0.0)
+    prob = tl.where(token_ids == draft, 1.0, 0.0)
     if DRAWN:
-        own = place
+        own = token_ids
         if MAPPED:
-            own = tl.load(own_ptr + place, mask=inside, other=-1)
+            own = tl.load(own_ptr + token_ids, mask=inside, other=-1)
         has = inside & drawn & (own >= 0) & (own < own_vocab)
         x = tl.load(draft_ptr + line.to(tl.int64) * own_vocab + own, mask=has, other=-float("inf")).to(tl.float32)
         prob = tl.where(drawn, tl.exp2((x - largest) * LOG2E) / total, prob)
@@ -75,27 +87,30 @@ def residual_tile(
     MAPPED: tl.constexpr,
 ):
     """``max(w * p - q, 0)`` of one tile of a row, or ``p`` if ``own``, and the token ids, both ``[TILE // 4, 4]``."""
-    place = begin + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    token_ids = begin + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [TILE // 4, 4]
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     scale = exponent_scale(temperature)
     floor = load_floor(floors_ptr, line, FLOORED)
-    largest, total = tl.load(reals_ptr + line), tl.load(reals_ptr + lines + line)
-    draft_largest, draft_total = tl.load(reals_ptr + 2 * lines + line), tl.load(reals_ptr + 3 * lines + line)
-    weight, point, draft = (
-        tl.load(reals_ptr + 4 * lines + line), tl.load(integers_ptr + line), tl.load(integers_ptr + 2 * lines + line)
-    )
+    largest = tl.load(column(reals_ptr, TARGET_MAX, lines) + line)
+    total = tl.load(column(reals_ptr, TARGET_SUM, lines) + line)
+    draft_largest = tl.load(column(reals_ptr, DRAFT_MAX, lines) + line)
+    draft_total = tl.load(column(reals_ptr, DRAFT_SUM, lines) + line)
+    weight = tl.load(column(reals_ptr, WEIGHT, lines) + line)
+    one_hot = tl.load(column(integers_ptr, ONE_HOT, lines) + line)
+    draft = tl.load(column(integers_ptr, DRAFT, lines) + line)
+    # ---- p = softmax(logits / temperature), q = softmax(draft logits), residual = max(w * p - q, 0) ----
     x = load_tile(logits_ptr + line.to(tl.int64) * vocab, begin, vocab, TILE)
-    p = target_prob(x, place, floor, largest, total, scale, point)
+    p = target_prob(x, token_ids, floor, largest, total, scale, one_hot)
     draft_batch, has_logits = draft_row(index_ptr, batch, drawn)
     q = draft_prob(
-        draft_ptr, own_ptr, draft_batch * drawn + row, place, (place < vocab) & (own == 0), row < has_logits, draft,
-        draft_largest, draft_total, own_vocab, DRAWN, MAPPED,
-    )
-    return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), place
+        draft_ptr, own_ptr, draft_batch * drawn + row, token_ids, (token_ids < vocab) & (own == 0), row < has_logits,
+        draft, draft_largest, draft_total, own_vocab, DRAWN, MAPPED,
+    )  # fmt: skip
+    return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), token_ids
 
 
 @triton.jit
-def _race_split(
+def _split_winner(
     logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
     integers_ptr, batch, last, first, forced, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
@@ -104,8 +119,8 @@ def _race_split(
     """The first token of a split to arrive: its race value, which is 0 if no token has any weight, and its id."""
     line = batch * count + last
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    top = tl.zeros((TILE // 4, 4), tl.float32)
-    tile_index = tl.zeros((TILE // 4, 4), tl.int32)
+    top = tl.zeros((TILE // 4, 4), tl.float32)  # the largest race value of every lane
+    tile_index = tl.zeros((TILE // 4, 4), tl.int32)  # the first tile that has it
     for i in range(SPLIT // TILE):
         value, _ = residual_tile(
             logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
@@ -116,6 +131,7 @@ def _race_split(
             k0, k1, c1, c2, c3 = step_noise_key(
                 seeds_ptr, positions_ptr, batch, next_row, forced, width, TL_STREAM_RESIDUAL
             )
+            # The race value residual / e. A Philox block serves the four tokens of a row of the tile.
             block = (begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None]
             value = value / token_exponentials(block, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
         better = value > top
@@ -125,9 +141,9 @@ def _race_split(
 
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
-def race(
+def sample_residual(
     logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
-    num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, token_ids_ptr,
     count, width, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -142,22 +158,22 @@ def race(
         first, forced = tl.minimum(num_forced, width - count), tl.minimum(num_forced, width - 1)
         accepted = tl.load(accepted_ptr + batch)
         last = last_row(accepted, first, count)
-        own = 1 - tl.load(integers_ptr + lines + batch * count + last)
-        best, place = _race_split(
+        own = 1 - tl.load(column(integers_ptr, LIVE, lines) + batch * count + last)
+        best, token_ids = _split_winner(
             logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
             reals_ptr, integers_ptr, batch, last, first, forced, accepted, split * SPLIT, count, width, vocab, lines,
             drawn, own_vocab, own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
         )
         tl.store(best_ptr + program, best)
-        tl.store(place_ptr + program, place)
+        tl.store(token_ids_ptr + program, token_ids)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
-def finish_race(
+def finish_residual(
     logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr,
-    num_rows_ptr, num_forced_ptr, floors_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    num_rows_ptr, num_forced_ptr, floors_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, token_ids_ptr,
     emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr,
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -172,39 +188,42 @@ def finish_race(
     row, needed, _, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
     accepted = tl.load(accepted_ptr + batch)
     last = last_row(accepted, first, count)
-    inside = (ks < splits) & more
+    # ---- The winner of all splits, the lowest id on ties ----
+    inside = (ks < splits) & more  # [SPLITS]
     race_value = tl.load(best_ptr + batch * splits + ks, mask=inside, other=0.0)
-    place = tl.load(place_ptr + batch * splits + ks, mask=inside, other=NO_TOKEN)
+    token_ids = tl.load(token_ids_ptr + batch * splits + ks, mask=inside, other=NO_TOKEN)
     best = tl.max(race_value, 0)
-    token = tl.min(tl.where(inside & (race_value == best), place, NO_TOKEN), 0)
+    token = tl.min(tl.where(inside & (race_value == best), token_ids, NO_TOKEN), 0)
     split = tl.where((best > 0) | (more == 0), splits, 0)
     while split < splits:
         # Rounding has left nothing of the difference, so the token is drawn from the target's own distribution.
-        found, spot = _race_split(
+        found, found_token = _split_winner(
             logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
             reals_ptr, integers_ptr, batch, last, first, forced, accepted, split * SPLIT, count, width, vocab, lines,
             drawn, own_vocab, 1, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
-        )
-        token = tl.where(found > best, spot, token)
+        )  # fmt: skip
+        token = tl.where(found > best, found_token, token)
         best = tl.maximum(best, found)
         split += 1
     token = tl.where(token < vocab, token, 0)
+
+    # ---- The accepted drafts, then the winner, and their log-probabilities ----
     lay_out(
         load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS), draft_tokens_ptr, emitted_ptr,
         num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, token, more, first, count, width, drafts_stride,
         COLUMNS, RAW or PROCESSED,
     )
     line = (batch * count + rows).to(tl.int64)
-    at = line[:, None] * splits + ks[None, :]
+    at = line[:, None] * splits + ks[None, :]  # [ROWS, SPLITS]
     known = needed[:, None] & (ks[None, :] < splits)
     if RAW or PROCESSED:
         temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-        point = tl.load(integers_ptr + line, mask=rows < count, other=-1)
-        draft = tl.load(integers_ptr + 2 * lines + line, mask=rows < count, other=0)
+        one_hot = tl.load(column(integers_ptr, ONE_HOT, lines) + line, mask=rows < count, other=-1)
+        draft = tl.load(column(integers_ptr, DRAFT, lines) + line, mask=rows < count, other=0)
         floor = load_floors(floors_ptr, line, needed, FLOORED)
         write_logprobs(
             logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, lines * splits, row, needed, first,
-            count, width, vocab, draft, token, accepted, point, temperature, RAW,
-        )
+            count, width, vocab, draft, token, accepted, one_hot, temperature, RAW,
+        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
