@@ -1,6 +1,9 @@
 """Time specgraph::verify (strict) with the kernels of the tree in PYTHONPATH. python time_scan.py LABEL"""
+
 import sys
+
 import torch
+
 from benchmarks.case import Place
 from benchmarks.kernels import _verify
 from specgraph.bench.timing import median_seconds

@@ -67,7 +67,7 @@ def _scan_drafts(
     count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Scan one split of one row. The grid is (rows * splits)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -84,13 +84,13 @@ def _scan_drafts(
         logits_ptr + row.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
         load_floor(floors_ptr, row, FLOORED), temperature, noise, reports_ptr, program,
         tl.num_programs(0), STREAM, SPLIT, NOISE, MAPPED, FLOORED,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
 def _finish_drafts(
     ids_ptr, reports_ptr, token_ptr, chosen_ptr, splits, SPLITS: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+):
     """For one row, store its token as a target id and as a draft id, which is -1 if the row has nothing but -inf."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -166,16 +166,16 @@ def sample_draft_triton(
     # Without contraction, the same expression gives the same bits in every kernel.
     launch: dict[str, Any] = {
         "MAPPED": mapped, "PDL": pdl, "num_warps": warps, "enable_fp_fusion": False, **launch_options(pdl)
-    }  # fmt: skip
+    }
     common = {"SPLIT": split, "FLOORED": floors is not None, **launch}
     bounds = temperature if floors is None else floors
     _scan_drafts[(total_splits,)](
         logits, ids, temperature, key if seeds is None else seeds.contiguous(), key, bounds, reports, count, row, vocab,
         limit, splits, STREAM=stream, SHARED=shared, NOISE=seeds is not None, **common,
-    )  # fmt: skip
+    )
     _finish_drafts[(batch * count,)](
         ids, reports, token, chosen, splits, SPLITS=triton.next_power_of_2(max(splits, 2)), **launch
-    )  # fmt: skip
+    )
     if return_processed:
         _write_processed[(total_splits,)](
             logits, ids, temperature, bounds, chosen, out, count, vocab, limit, splits, TILE=tile, **common

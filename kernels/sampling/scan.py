@@ -101,7 +101,7 @@ def _exact_best(row_ptr, ids_ptr, near, vocab, temperature, k0, k1, c1, c2, c3, 
 def scan_split(
     row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, noise, reports_ptr, split_index, total_splits,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
-):  # fmt: skip
+):
     """Write the report of split ``split_index`` of all ``total_splits``, whose first entry is ``begin``.
 
     ``noise`` is a seed, a key and a row, all int64. If ``MAPPED``, ``ids_ptr`` gives the target id of every entry, and

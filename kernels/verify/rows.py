@@ -213,7 +213,7 @@ def lay_out(
 def write_logprobs(
     logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width, vocab,
     draft, next_token, accepted, one_hot, temperature, RAW: tl.constexpr,
-):  # fmt: skip
+):
     """Write the log-probabilities of the emitted tokens. ``one_hot`` ``[ROWS]`` is the token of a point mass, or -1."""
     final = tl.where(row < accepted, draft, next_token)
     wanted = needed & (row <= accepted)

@@ -64,7 +64,7 @@ def draft_row(rows_ptr, batch, drawn):
 def draft_prob(
     draft_ptr, own_ptr, line, token_ids, inside, drawn, draft, largest, total, own_vocab,
     DRAWN: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
+):
     """The draft's probabilities of the target's tokens at ``token_ids``.
 
     A draft that was not drawn from a known distribution is a point mass at ``draft``.
@@ -105,7 +105,7 @@ def residual_tile(
     q = draft_prob(
         draft_ptr, own_ptr, draft_batch * drawn + row, token_ids, (token_ids < vocab) & (own == 0), row < has_logits,
         draft, draft_largest, draft_total, own_vocab, DRAWN, MAPPED,
-    )  # fmt: skip
+    )
     return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), token_ids
 
 
@@ -201,7 +201,7 @@ def finish_residual(
             logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
             reals_ptr, integers_ptr, batch, last, first, forced, accepted, split * SPLIT, count, width, vocab, lines,
             drawn, own_vocab, 1, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
-        )  # fmt: skip
+        )
         token = tl.where(found > best, found_token, token)
         best = tl.maximum(best, found)
         split += 1
@@ -224,6 +224,6 @@ def finish_residual(
         write_logprobs(
             logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, lines * splits, row, needed, first,
             count, width, vocab, draft, token, accepted, one_hot, temperature, RAW,
-        )  # fmt: skip
+        )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

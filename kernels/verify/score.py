@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.gumbel import NO_TOKEN, TILE, WARPS, aligned, exponent_scale, load_floors, split_size
@@ -133,7 +133,7 @@ def _score_rows(
     logits_ptr, tokens_ptr, num_scored_ptr, temperature_ptr, floors_ptr, reports_ptr, stats_ptr, logprobs_ptr,
     is_greedy_ptr, bad_ptr, count, width, candidates, tokens_stride, vocab, splits, area,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Merge the splits of the rows of ``ROWS`` tokens of one sequence, and write what they say of these tokens.
 
     A sequence has ``width`` tokens: for each row, one after the other, the ``candidates``.
@@ -163,7 +163,7 @@ def _score_rows(
     write_logprobs(
         logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, place, needed, 0, width, width, vocab,
         given, given, width, one_hot, temperature, RAW,
-    )  # fmt: skip
+    )
 
 
 def covers(given: Score) -> bool:
@@ -201,7 +201,7 @@ def score_triton(given: Score) -> Scored:
     scan_rows[(splits, count, batch)](
         logits, temperature, num_scored, num_scored, num_scored, None, bounds, reports, stats, count, count, vocab,
         splits, SPLIT=split, TILE=TILE, SCALED=not raw, NOISE=False, **common,
-    )  # fmt: skip
+    )
     _score_rows[(triton.cdiv(width, ROWS), batch)](
         logits, tokens, num_scored, temperature, bounds, reports, stats, logprobs, is_greedy.view(torch.uint8),
         bad.view(torch.uint8), count, width, width // given.tokens.shape[1], tokens.stride(0), vocab, splits, area,

@@ -137,7 +137,7 @@ def _weigh_rows(
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab, own_splits,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr, FLOORED: tl.constexpr, BLOCK: tl.constexpr,
     DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """For one sequence, write the tables of its rows.
 
     For ``probabilistic`` the weight after a row is the chance that its draft is accepted.
@@ -331,7 +331,7 @@ def verify_residual(
         _weigh_rows, batch, block.logits, block.draft_tokens, *given[1:], *rows, block.floors, block.reports,
         block.stats, draft_stats, *tables, out[4], count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
         own_splits,
-    )  # fmt: skip
+    )
     if by_block:
         launch(
             _sum_excess, lines * splits, *given, block.num_forced, block.floors, *tables, excess, count, width, vocab,
@@ -341,7 +341,7 @@ def verify_residual(
     launch(
         sample_residual, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, race_values, place,
         count, width, vocab, splits, lines, drawn, own_vocab,
-    )  # fmt: skip
+    )
     launch(
         finish_residual, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.stats,
         *tables, accepted, race_values, place, *out[:4], count, width, drafts_stride, vocab,

@@ -104,7 +104,7 @@ def scan_rows(
         scan_split(
             row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, (seed, position, position * 0), reports_ptr, at,
             area, TL_STREAM_TARGET, SPLIT, NOISE, False, FLOORED,
-        )  # fmt: skip
+        )
         if RAW or SCALED:
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
             tl.store(stats_ptr + at, largest)
@@ -126,7 +126,7 @@ def _finish(
     count, width, drafts_stride, vocab, splits, area, threshold, alpha, rate,
     RULE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, NOISE: tl.constexpr,
     FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr, PROCESSED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """For one sequence, merge the splits, accept drafts and write the results.
 
     Names are those of ``verify_reference``.
@@ -187,7 +187,7 @@ def _finish(
         write_logprobs(
             logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width,
             vocab, draft, next_token, accepted, one_hot, temperature, RAW,
-        )  # fmt: skip
+        )
 
 
 def covers(given: Verify) -> bool:
@@ -234,14 +234,14 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     common: dict[str, Any] = {
         "FLOORED": floors is not None, "RAW": raw, "PDL": pdl, "num_warps": warps, "enable_fp_fusion": False,
         **launch_options(pdl),
-    }  # fmt: skip
+    }
     sizes = {"SPLIT": split, "TILE": tile}
     bounds = stats if floors is None else floors
     # Rules whose noise is keyed by the step draw in a later kernel. They need only the largest values of the rows here.
     scan_rows[(splits, count, batch)](
         logits, temperature, noise, positions, num_rows, num_forced, bounds, reports, stats, count, width,
         vocab, splits, SCALED=scaled, NOISE=given.seeds is not None and not by_step, **sizes, **common,
-    )  # fmt: skip
+    )
     common |= {
         "ROWS": triton.next_power_of_2(max(count, 2)), "SPLITS": triton.next_power_of_2(max(splits, 2)),
         "COLUMNS": min(triton.next_power_of_2(width), 1024), "NOISE": given.seeds is not None,
@@ -250,7 +250,7 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     if by_step:
         block = Block(
             logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, reports, stats,
-        )  # fmt: skip
+        )
         drawn = Drawn(given.draft_logits, given.target_to_draft, given.draft_rows, given.point_mass)
         results = (emitted, num_emitted, accepted_rows, values, bad)
         verify_residual(block, drawn, results, splits, rule == "block", sizes | common)
