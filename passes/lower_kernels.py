@@ -352,7 +352,7 @@ def _row_dependent(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def _row_wise(target: Any) -> bool:
     if not isinstance(target, OpOverload):
-        return target is operator.getitem or str(getattr(target, "__module__", "")).startswith("specgraph.")
+        return target is operator.getitem
     own = ops.find(target)
     if own is not None:
         return own.batch_invariant(PROMISED)

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from specgraph.compat import (
     FakeTensor,
     FakeTensorMode,
-    OpOverload,
     TorchDispatchMode,
     detect_fake_mode,
     pytree,
@@ -78,13 +77,14 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def dispatched(node: fx.Node) -> list[Any]:
-    """The ops that run when ``node`` is called: its own op, or those into which PyTorch decomposes it.
+    """The ops that run when ``node`` is called: its own op, those into which PyTorch decomposes it, or, if the node
+    calls a function, those that the function calls.
 
     This resolves aliases, since ``concat`` runs ``cat``. Only fake tensors are used, so nothing is computed. If an
-    input of the node has no ``val``, the result is the node's own op.
+    input of the node has no ``val``, the result is the node's own target.
     """
     inputs = node.all_input_nodes
-    if not isinstance(node.target, OpOverload) or any("val" not in n.meta for n in inputs):
+    if any("val" not in n.meta for n in inputs):
         return [node.target]
     mode = detect_fake_mode([n.meta["val"] for n in inputs]) or FakeTensorMode()
 

@@ -26,6 +26,7 @@ from torch import fx
 
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import calls, copy_module
+from specgraph.ir.linear import describe
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import LAYOUT, columns_beyond, propagate
 from specgraph.kernels import step
@@ -42,8 +43,6 @@ ROOM = "room"
 COUNTING = (step.finalize_step, step.expand_draft_inputs, step.rerun)
 """Functions that say how many rows of a grid are real: those that a step has accepted, which are no more than the real
 rows of the window, and as many further ones as the grid has further columns."""
-BY_ROW = ("specgraph.kernels.linear", "specgraph.kernels.attention")
-"""Where the functions are that a module may call for each row by itself."""
 SEQUENCE_INPUTS = ("num_rows", "max_length")
 """The inputs of a module from which only the slots of its rows are computed."""
 
@@ -303,7 +302,7 @@ def _across_rows(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
         elif "block_table" in names:
             raise Mismatch(f"{node.name} reads pages and takes no packed rows")
-        elif isinstance(node.target, FunctionType) and not node.target.__module__.startswith(BY_ROW):
+        elif isinstance(node.target, FunctionType) and describe(node) is None:
             raise Mismatch(f"{node.name} calls {node.target.__name__}, which may look at several rows")
 
 
