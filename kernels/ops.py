@@ -116,8 +116,7 @@ class Op(Generic[P, R]):
         name = self.name
 
         def call(*args: P.args, **keywords: P.kwargs) -> R:
-            result: R = getattr(torch.ops.specgraph, name)(*args, **keywords)
-            return result
+            return getattr(torch.ops.specgraph, name)(*args, **keywords)
 
         call.__name__ = call.__qualname__ = f"{name}_" if self.mutates else name
         call.__module__, call.__doc__ = self.arguments.__module__, inspect.getdoc(self.arguments)

@@ -279,7 +279,7 @@ def _take_gate(linear: _Joined, split: fx.Node) -> str | None:
 def _activation(node: fx.Node) -> str | None:
     if node.target is aten.gelu.default:
         return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
-    return {aten.silu.default: "silu", aten.relu.default: "relu"}.get(node.target)  # type: ignore[call-overload, no-any-return]
+    return {aten.silu.default: "silu", aten.relu.default: "relu"}.get(node.target)  # type: ignore[call-overload]
 
 
 def _take_residual(linear: _Joined) -> str | None:

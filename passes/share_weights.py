@@ -274,8 +274,7 @@ def _probe(draft: _Weight, alike: list[_Weight]) -> list[float]:
         return []
     mine = widen(draft.sample)
     theirs = torch.stack([widen(target.sample.to(draft.tensor.dtype)) for target in alike])
-    shares: list[float] = ((theirs != mine).sum(1).double() / max(mine.numel(), 1)).tolist()
-    return shares
+    return ((theirs != mine).sum(1).double() / max(mine.numel(), 1)).tolist()
 
 
 def _difference(draft: _Weight, target: _Weight, limit: int) -> tuple[float, str]:

@@ -93,8 +93,7 @@ def unpack_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor) -> Tensor:
 
     ``grid`` ``[B, W, ...]`` gives the width.
     """
-    unpacked: Tensor = torch.ops.specgraph.unpack_rows(values, cu_seqlens, grid.shape[1])
-    return unpacked
+    return torch.ops.specgraph.unpack_rows(values, cu_seqlens, grid.shape[1])
 
 
 def needed_packed_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor, num_forced: Tensor, count: int) -> Tensor:

@@ -292,8 +292,7 @@ def suits_prefill(pairs: int, sequences: int, value_dim: int, dtype: torch.dtype
 def pages_of(kv_split: int, block_size: int) -> int:
     """A number of pages, a power of two, that holds a KV split wherever it begins."""
     whole = kv_split // block_size
-    pages: int = triton.next_power_of_2(whole if kv_split % block_size == 0 else whole + 2)
-    return pages
+    return triton.next_power_of_2(whole if kv_split % block_size == 0 else whole + 2)
 
 
 def num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:

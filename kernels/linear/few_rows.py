@@ -132,5 +132,4 @@ def _by_onednn(x: Tensor, weight: Tensor) -> Tensor:
     """The same by oneDNN, which has products in float32 and in lower precision."""
     if x.dtype == torch.float64:
         return torch.nn.functional.linear(x, weight)
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, None, "none", [], "")
-    return found
+    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, None, "none", [], "")

@@ -171,8 +171,7 @@ def _hopper_covers(given: Linear | LinearNorm) -> bool:
     """Few rows of 16-bit values: what its kernel was written for, and gives the bits of the tiles."""
     if not runs_gluon(given.x.device) or given.x.numel() == 0:
         return False
-    covers: bool = _hopper().covers(given.x, given.weight, is_gated(given.activation), given.sum_sq is not None)
-    return covers
+    return _hopper().covers(given.x, given.weight, is_gated(given.activation), given.sum_sq is not None)
 
 
 def _filled(given: Linear | LinearNorm, fill: Callable[[Product], None], pdl: bool | None) -> Any:

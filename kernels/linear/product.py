@@ -120,8 +120,7 @@ def is_gated(activation: str) -> bool:
 
 def norm_groups(features: int) -> int:
     """How many sums of squares a kernel reads of a row: a power of two."""
-    groups: int = triton.next_power_of_2(triton.cdiv(features, NORM_GROUP))
-    return groups
+    return triton.next_power_of_2(triton.cdiv(features, NORM_GROUP))
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -63,8 +63,7 @@ def _pointwise_fake(given: Pointwise) -> list[Tensor]:
 
 def _shape(given: Pointwise) -> torch.Size:
     """The shape to which all inputs broadcast."""
-    shape: torch.Size = torch.broadcast_shapes(*(x.shape for x in given.inputs))  # type: ignore[no-untyped-call]
-    return shape
+    return torch.broadcast_shapes(*(x.shape for x in given.inputs))  # type: ignore[no-untyped-call]
 
 
 POINTWISE = declare(

@@ -93,9 +93,8 @@ def dispatched(node: fx.Node) -> list[Any]:
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: pytree.tree_map(fake, n.meta["val"]))
     with torch.no_grad(), _Dispatched() as noted:
-        node.target(*args, **kwargs)
-    found: list[Any] = noted.ops
-    return found
+        node.target(*args, **kwargs)  # type: ignore[operator]
+    return noted.ops
 
 
 def operands(node: fx.Node, target: object) -> Iterator[tuple[fx.Node, Any]]:

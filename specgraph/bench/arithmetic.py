@@ -78,5 +78,4 @@ def _pairs(length: int, window: Any) -> int:
 
 
 def _value(node: Any) -> torch.Tensor:
-    value: torch.Tensor = node.meta["val"]
-    return value
+    return node.meta["val"]

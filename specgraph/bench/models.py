@@ -57,16 +57,14 @@ one."""
 
 def shape_config(name: str) -> PretrainedConfig:
     """The configuration of a named shape."""
-    config: PretrainedConfig = AutoConfig.for_model(**{"model_type": "llama", **_COMMON, **SHAPES[name]})
-    return config
+    return AutoConfig.for_model(**{"model_type": "llama", **_COMMON, **SHAPES[name]})
 
 
 def random_target(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
     """A causal LM of a named shape. Its weights are drawn on the device, so the CPU never holds them."""
     with _building(device, dtype, seed):
         built: Any = AutoModelForCausalLM.from_config(shape_config(name), dtype=dtype)
-    model: PreTrainedModel = built.eval().requires_grad_(False)
-    return model
+    return built.eval().requires_grad_(False)
 
 
 def random_head(model: PreTrainedModel, draft: DraftConfig, seed: int = 1) -> DraftHead | None:

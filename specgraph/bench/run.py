@@ -49,8 +49,7 @@ def dtype_on(name: str, device: torch.device) -> torch.dtype:
     """The dtype of random weights. ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)
 
 
 def run(

@@ -40,8 +40,7 @@ def load_causal_lm(
     Raises:
         ConfigError: it cannot be loaded, or its files lack a tensor, which transformers would fill at random.
     """
-    model: PreTrainedModel = load_whole(name, what, dtype=dtype, trust_remote_code=trust_remote_code).eval()
-    return model
+    return load_whole(name, what, dtype=dtype, trust_remote_code=trust_remote_code).eval()
 
 
 def load_whole(name: str | Path, what: str, **options: Any) -> Any:

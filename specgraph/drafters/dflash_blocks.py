@@ -24,10 +24,9 @@ on the scores, and the layer's mask to ``[N, T, Hq, D]``."""
 
 def attend_in_block(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Sight) -> Tensor:
     """The op that stands for the attention over a block and its context while a head is traced; see :data:`Attend`."""
-    mixed: Tensor = torch.ops.specgraph.block_attention(
+    return torch.ops.specgraph.block_attention(
         q, k, v, scale=scale, window=mask.window, causal=mask.causal, anchored=mask.anchored
     )
-    return mixed
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,8 +82,7 @@ class DFlashLayer(nn.Module):
         k, v = self.keys_and_values(normed, angles)
         mixed = attend(self._queries(normed, angles), k, v, float(self.self_attn.scaling), self.mask)
         hidden = hidden + self.self_attn.o_proj(mixed.flatten(2))
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def _queries(self, x: Tensor, angles: Angles) -> Tensor:
         return self._rotated(self.self_attn.q_proj(x), "q_norm", angles)
@@ -96,8 +95,7 @@ class DFlashLayer(nn.Module):
         """Heads ``[B, H, T, D]`` of ``x``, normed if the layer has that norm, and rotated."""
         normed = getattr(self.self_attn, norm, nn.Identity())(torch.unflatten(x, 2, (-1, self.self_attn.head_dim)))
         heads, (cos, sin) = normed.transpose(1, 2), angles
-        rotated: Tensor = heads * cos.unsqueeze(1) + rotate_half(heads) * sin.unsqueeze(1)
-        return rotated
+        return heads * cos.unsqueeze(1) + rotate_half(heads) * sin.unsqueeze(1)
 
     def _heads(self, x: Tensor) -> Tensor:
         return torch.unflatten(x, 2, (-1, self.self_attn.head_dim)).transpose(1, 2)
@@ -119,8 +117,7 @@ class DFlash(DecoderHead):
 
     def combine(self, *features: Tensor) -> Tensor:
         """The rows ``[B, T, H]`` of the context, from the target's features ``[B, T, Ht]``."""
-        combined: Tensor = self.hidden_norm(self.fc(torch.cat(features, dim=-1)))
-        return combined
+        return self.hidden_norm(self.fc(torch.cat(features, dim=-1)))
 
     def keep(self, hidden: Tensor, positions: Tensor) -> None:
         """Keep keys and values of all layers for rows ``[B, T, H]`` of the context at ``positions`` ``[B, T]``."""
@@ -142,16 +139,14 @@ class DFlash(DecoderHead):
     def embed(self, tokens: Tensor) -> Tensor:
         """The embeddings ``[B, T, H]`` of a block: of the anchor in front, and of mask tokens behind it."""
         if self.mask_embedding is None:
-            embedded: Tensor = self.embed_tokens(tokens)
-            return embedded
+            return self.embed_tokens(tokens)
         anchor = self.embed_tokens(tokens[:, :1])
         masks = self.mask_embedding.expand(tokens.shape[0], tokens.shape[1] - 1, -1)
         return torch.cat([anchor, masks], dim=1)
 
     def predict(self, hidden: Tensor) -> Tensor:
         """Logits ``[B, R, Vd]`` of rows ``[B, R, H]`` that :meth:`forward` gave."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits
+        return self.lm_head(self.norm(hidden))
 
     def draft(self, tokens: Tensor, positions: Tensor, count: int) -> Any:
         """Run the rows of a block as :meth:`forward` does, to the logits ``[B, K, Vd]`` of the first ``count`` drafts.

@@ -91,8 +91,7 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The logit ``[...]`` of the estimate, from the inputs ``[..., H]`` and, with Markov, ``[..., r]``."""
-        logit: Tensor = self.proj(torch.cat(inputs, dim=-1)).squeeze(-1)
-        return logit
+        return self.proj(torch.cat(inputs, dim=-1)).squeeze(-1)
 
 
 class DSpark(DFlash):
@@ -159,8 +158,7 @@ class DSpark(DFlash):
         if tokens is not None:
             assert self.markov_head is not None
             inputs.append(self.markov_head.markov_w1(tokens))
-        logits: Tensor = self.confidence_head(*inputs)
-        return logits
+        return self.confidence_head(*inputs)
 
     # Training, as :class:`~specgraph.drafters.shifted.ShiftedHead` describes it
 
@@ -198,8 +196,7 @@ class DSpark(DFlash):
         if self.confidence_head is None:
             return None
         normed, embedded, _ = self._parts(hidden.detach())
-        logits: Tensor = self.confidence_head(*[normed, embedded][: 1 + self.config.confidence_with_markov])
-        return logits
+        return self.confidence_head(*[normed, embedded][: 1 + self.config.confidence_with_markov])
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The three parts of what :meth:`unroll` gives; the last two are empty without a Markov head."""

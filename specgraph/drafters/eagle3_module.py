@@ -68,8 +68,7 @@ class FirstLayer(nn.Module):
         residual = normed if self.norm_before_residual else hidden
         joined = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         hidden = residual + self.self_attn(hidden_states=joined, **options)[0]
-        mixed: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return mixed
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3(ShiftedHead):
@@ -95,8 +94,7 @@ class Eagle3(ShiftedHead):
         """The hidden state ``[B, T, H]`` that the first layer reads, from the target's features ``[B, T, Ht]``."""
         if self.config.fc_norm:
             features = tuple(norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True))
-        combined: Tensor = self.fc(self.input_norm(torch.cat(features, dim=-1)))
-        return combined
+        return self.fc(self.input_norm(torch.cat(features, dim=-1)))
 
     def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
         """Run the layers: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, without the last norm.
@@ -119,5 +117,4 @@ class Eagle3(ShiftedHead):
 
     def feed_on(self, hidden: Tensor) -> Tensor:
         """The hidden state that the next draft reads: before or after the last norm, as ``norm_output`` says."""
-        normed: Tensor = self.norm(hidden) if self.config.norm_output else hidden
-        return normed
+        return self.norm(hidden) if self.config.norm_output else hidden

@@ -84,8 +84,7 @@ class Medusa(nn.ModuleList):
     def step_logits(self, hidden: Tensor, step: int) -> Tensor:
         """Logits ``[R, Vd]`` of rows ``[R, H]`` that :meth:`unroll` gave for draft number ``step``."""
         head: Any = self[step]
-        logits: Tensor = head[-1](hidden)
-        return logits
+        return head[-1](hidden)
 
     def unroll(
         self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,

@@ -81,8 +81,7 @@ def block_config(model: PreTrainedModel, options: MtpOptions) -> PretrainedConfi
     _set_mlp_type(config, options.mlp_type, mlp_type(cast(Any, model.base_model).layers[like]))
     config.vocab_size, config.pad_token_id = 1, 0  # the block gets no embedding
     config.bos_token_id = config.eos_token_id = None
-    made: PretrainedConfig = config
-    return made
+    return config
 
 
 def like_layer(model: PreTrainedModel, options: MtpOptions) -> tuple[int, bool]:

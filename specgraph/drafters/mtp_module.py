@@ -136,13 +136,11 @@ class MtpModule(nn.Module):
         projected = self.projection(torch.cat(pair, dim=-1))
         with _entering(self.block.layers[0], projected):
             out = self.block(inputs_embeds=projected, position_ids=positions, **options)
-        rows: Tensor = out.last_hidden_state
-        return rows
+        return out.last_hidden_state
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows ``[B, R, H]`` that :meth:`forward` gave, behind the final norm."""
-        rows: Tensor = self.norm(hidden)
-        return rows
+        return self.norm(hidden)
 
 
 @contextlib.contextmanager
@@ -176,16 +174,14 @@ class Mtp(nn.ModuleList):
     def options(self) -> MtpOptions:
         """How the modules are used."""
         first: Any = self[0]
-        options: MtpOptions = first.options
-        return options
+        return first.options
 
     # Training, as :class:`~specgraph.drafters.shifted.ShiftedHead` describes it
 
     def step_logits(self, hidden: Tensor, step: int) -> Tensor:
         """Logits ``[R, V]`` of rows ``[R, H]`` that :meth:`unroll` gave for draft number ``step``."""
         module: Any = self[min(step, len(self) - 1)]
-        logits: Tensor = module.lm_head(module.norm(hidden))
-        return logits
+        return module.lm_head(module.norm(hidden))
 
     def unroll(
         self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,

@@ -50,8 +50,7 @@ class HeadPlan:
     def embedding(self) -> Tensor:
         """The target's embedding ``[V, Ht]``."""
         module: Any = self.model.get_input_embeddings()
-        weight: Tensor = module.weight
-        return weight
+        return module.weight
 
     @property
     def projection(self) -> Tensor:
@@ -76,7 +75,7 @@ def plain_layer(
     own: dict[str, Any] = {key: sizes.get(key) or getattr(text, key, None) for key in SIZES}
     heads = own["num_attention_heads"]
     rope = getattr(text, "rope_parameters", None) or {}
-    config: PretrainedConfig = AutoConfig.for_model(
+    return AutoConfig.for_model(
         kind,
         vocab_size=num_embeddings,
         bos_token_id=None,
@@ -91,4 +90,3 @@ def plain_layer(
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
     )
-    return config

@@ -29,8 +29,7 @@ def drafter_class(kind: str) -> type[Drafter]:
         ConfigError: there is no such class.
     """
     if "." in kind:
-        own: type[Drafter] = own_drafter(kind)
-        return own
+        return own_drafter(kind)
     if kind not in drafter_kinds():
         raise ConfigError(f"draft.kind is one of {', '.join(drafter_kinds())}, not {kind!r}.")
     module = importlib.import_module(f"specgraph.drafters.{kind}")

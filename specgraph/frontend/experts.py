@@ -30,8 +30,7 @@ def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_wei
 
     def linear(x: Tensor, name: str) -> Tensor:
         bias = getattr(experts, f"{name}_bias") if has_bias else None
-        out: Tensor = torch.ops.specgraph.expert_linear(x, getattr(experts, name), bias, ids, transposed=transposed)
-        return out
+        return torch.ops.specgraph.expert_linear(x, getattr(experts, name), bias, ids, transposed=transposed)
 
     inner = linear(inner, "gate_up_proj" if gated else "up_proj")
     inner = experts._apply_gate(inner) if gated else experts.act_fn(inner)

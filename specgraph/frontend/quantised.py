@@ -22,5 +22,4 @@ def _forward(self: nn.Module, x: Tensor) -> Tensor:
     found = scheme_of(self)
     assert found is not None, f"{type(self).__name__} is of no scheme any more"
     scheme, weight = found
-    out: Tensor = scheme.traced(x, *weight, getattr(self, "bias", None))
-    return out
+    return scheme.traced(x, *weight, getattr(self, "bias", None))

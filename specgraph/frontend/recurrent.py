@@ -38,9 +38,7 @@ def conv_hook(
         raise UnsupportedModelError(
             f"A causal convolution is followed by {activation!r}, and specgraph knows {known}; it is refused."
         )
-    return torch.ops.specgraph.causal_conv(  # type: ignore[no-any-return]
-        hidden_states, weight, bias, activation=_ACTIVATIONS[activation]
-    )
+    return torch.ops.specgraph.causal_conv(hidden_states, weight, bias, activation=_ACTIVATIONS[activation])
 
 
 def delta_rule_hook(

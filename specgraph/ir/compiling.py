@@ -41,8 +41,7 @@ class _OurOps(CustomGraphPass):
 @functools.cache
 def _digest() -> bytes:
     folder = Path(kernels.__file__).parent
-    digest: bytes = get_hash_for_files(tuple(str(path) for path in sorted(folder.rglob("*.py"))))
-    return digest
+    return get_hash_for_files(tuple(str(path) for path in sorted(folder.rglob("*.py"))))
 
 
 _SMALL_KERNEL = """

@@ -144,8 +144,7 @@ def own_copy(module: _Module, shared: type[Tensor] = Tensor) -> _Module:
         copies |= {id(tensor): tensor for tensor in held if isinstance(tensor, shared)}
     for one in modules:
         copies[id(one)].__dict__.update({name: _copied(value, copies) for name, value in vars(one).items()})
-    own: _Module = copies[id(module)]
-    return own
+    return copies[id(module)]
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:

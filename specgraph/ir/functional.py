@@ -21,8 +21,7 @@ def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedP
     in_place = [node for node in exported.graph.nodes if _is_mutable(node)]
     if all(_replace(node) for node in in_place):
         return exported
-    decomposed: torch.export.ExportedProgram = exported.run_decompositions({})
-    return decomposed
+    return exported.run_decompositions({})
 
 
 def _is_mutable(node: fx.Node) -> bool:

@@ -30,8 +30,7 @@ def set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
 
 def get_attribute(root: nn.Module, target: str) -> torch.Tensor:
     """The tensor under a dotted name."""
-    value: torch.Tensor = operator.attrgetter(target)(root)
-    return value
+    return operator.attrgetter(target)(root)
 
 
 def replace_tensors(module: fx.GraphModule, new: dict[int, torch.Tensor]) -> None:

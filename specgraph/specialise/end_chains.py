@@ -44,8 +44,7 @@ class EndingStep(torch.nn.Module):
             made |= link(made=made, **given)
         none = torch.full_like(made[self._survivals[0]], -1, dtype=torch.int64).unsqueeze(1)
         made |= {name: none for name in self._drafts if name not in made}
-        result: tuple[Tensor, ...] = self.last(made=made, **given)
-        return result
+        return self.last(made=made, **given)
 
 
 StepModule = fx.GraphModule | EndingStep | PausedStep

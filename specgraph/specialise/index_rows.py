@@ -137,4 +137,4 @@ def _of_call(spec: Input) -> Input:
         shape = tuple("b" if size == "B" and buffer.owner == "call" else size for size in buffer.shape)
         return replace(buffer, shape=shape)
 
-    return map_input(own, spec)  # type: ignore[no-any-return]
+    return map_input(own, spec)

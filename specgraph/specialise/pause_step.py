@@ -70,13 +70,11 @@ class PausedStep(torch.nn.Module):
 
     def begin(self, **given: Any) -> dict[str, Any]:
         """Run the first half on the inputs of the step."""
-        kept: dict[str, Any] = self.before(made={}, **given)
-        return kept
+        return self.before(made={}, **given)
 
     def finish(self, kept: dict[str, Any], **given: Any) -> tuple[Tensor, ...]:
         """Run the second half, and give what the step returns."""
-        result: tuple[Tensor, ...] = self.after(made=kept, **given)
-        return result
+        return self.after(made=kept, **given)
 
 
 def halves(whole: fx.GraphModule, logits: str) -> PausedStep:

@@ -93,8 +93,7 @@ class ChainLoss(nn.Module):
         nats, counted, rejected, estimated = torch.stack(parts).sum(0) if parts else lesson.hidden.new_zeros(4)
         total = max(1, sum(len(piece.read) for piece in pieces))
         loss = nats / counted.clamp_min(1)
-        mixed: Tensor = (1 - self.overlap) * loss + self.overlap * rejected / total + estimated / total
-        return mixed
+        return (1 - self.overlap) * loss + self.overlap * rejected / total + estimated / total
 
     def _sums(self, piece: Piece, lesson: Lesson) -> Tensor:
         """Sums over the rows of a piece, float32 or float64 ``[4]``: the cross-entropy, the rows that count for it, the

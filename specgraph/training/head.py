@@ -94,8 +94,7 @@ def _layers(cfg: HeadConfig, text: Any, num_embeddings: int, usual: int) -> Pret
             f"head: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}; change one of "
             "them."
         )
-    made: PretrainedConfig = config
-    return made
+    return config
 
 
 def _vocabulary(size: int | None, full: int, documents: Sequence[Encoded]) -> Tensor | None:

@@ -90,8 +90,7 @@ def encode_questions(tokenizer: Any, questions: Sequence[str], chat: bool) -> li
         ConfigError: ``chat`` is asked for, and the tokenizer has no template.
     """
     if not chat:
-        ids: list[list[int]] = tokenizer([format_question(question) for question in questions])["input_ids"]
-        return ids
+        return tokenizer([format_question(question) for question in questions])["input_ids"]
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("rollout.chat=true needs a tokenizer with a chat template; leave it out, or add a template.")
     chats = [[{"role": "user", "content": question}] for question in questions]

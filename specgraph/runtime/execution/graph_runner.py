@@ -91,8 +91,7 @@ class GraphRunner(Runner):
             return self._call(rows, window, room=shape.room)
         values = self._step.begin(**self._given(rows, window, shape.room))
         self.space.paused[shape] = PausedValues(rows, window, values)
-        logits: Tensor = values["for_host"]
-        return logits
+        return values["for_host"]
 
     def _second(self, shape: Shape, read: object, given: Tensor) -> Tensor:
         """The second half of a step, over what its first half has left."""

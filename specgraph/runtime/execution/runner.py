@@ -107,8 +107,7 @@ class Runner:
     def drafts(self, rows: Sequence[int]) -> list[list[int]]:
         """What the next decode step verifies of the sequences ``rows``. Waits for the steps before it."""
         index = self._upload(rows, len(rows))
-        drafts: list[list[int]] = self.state["next_window"][index, 1 : self.width].tolist()
-        return drafts
+        return self.state["next_window"][index, 1 : self.width].tolist()
 
     def real_drafts(self, rows: Sequence[int]) -> list[list[int]]:
         """The drafts that the last steps of the sequences ``rows`` have found. Waits for these steps."""

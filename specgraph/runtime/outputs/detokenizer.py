@@ -80,8 +80,7 @@ class IncrementalDetokenizer:
         return new
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _beginning(self) -> int:
         """The length of the longest end of the text that is the beginning of a stop string."""

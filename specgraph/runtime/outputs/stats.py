@@ -80,8 +80,7 @@ class Stats:
         steps = [step for sequence in self.confidence for step in sequence]
         steps = [[*step, *[0.0] * (self.num_speculative_tokens - len(step))] for step in steps] if any(steps) else []
         values = torch.tensor(steps, dtype=torch.float64, device="cpu")
-        mean: list[float] = values.cumprod(1).mean(0).tolist() if steps else []
-        return mean
+        return values.cumprod(1).mean(0).tolist() if steps else []
 
     @property
     def tokens(self) -> int:
