@@ -47,11 +47,6 @@ class Scheme:
     few_rows: Callable[..., Tensor] | None = None
     experts: Any = None
 
-    def dequantise(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The matrix ``[O, I]`` that the tensors stand for. It is the reference for every op of the scheme."""
-        (matrix,) = weight
-        return matrix.to(dtype)
-
     def why_not_merged(self, weights: Sequence[Sequence[Tensor]]) -> str | None:
         """Why weights cannot be joined tensor by tensor along dimension 0; None if they can.
 

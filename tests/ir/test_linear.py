@@ -61,8 +61,12 @@ class Int8Linear:
     bias: Tensor | None = None
 
 
+def dequantised(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return packed.to(dtype) * scale.to(dtype)[:, None]
+
+
 def _int8_reference(given: Int8Linear) -> Tensor:
-    weight = INT8.dequantise((given.packed, given.scale), given.x.dtype)
+    weight = dequantised(given.packed, given.scale, given.x.dtype)
     return functional.linear(given.x, weight, given.bias)
 
 
@@ -74,10 +78,6 @@ declare("toy_int8_linear", Int8Linear, _int8_fake, (Variant("reference", _int8_r
 
 
 class Int8(Scheme):
-    def dequantise(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        packed, scale = weight
-        return packed.to(dtype) * scale.to(dtype)[:, None]
-
     def weight_of(self, module: nn.Module) -> tuple[Tensor, ...] | None:
         return (module.packed, module.scale) if isinstance(module, Int8Layer) else None
 
@@ -119,7 +119,7 @@ def oracle(model: PreTrainedModel) -> PreTrainedModel:
     model = copy.deepcopy(model)
 
     def dense(layer: Int8Layer) -> nn.Linear:
-        weight = INT8.dequantise((layer.packed, layer.scale), torch.float64)
+        weight = dequantised(layer.packed, layer.scale, torch.float64)
         made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.float64)
         made.weight.data = weight
         return made
