@@ -32,7 +32,7 @@ from specgraph.kernels.step.finalize import StepUpdate
 from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.memory.pages import PagePool
-from specgraph.runtime.memory.slots import Admission, SlotInitializer, sizes_for
+from specgraph.runtime.memory.state_rows import Admission, StateRowInitializer, sizes_for
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.requests.sampling import Sampling
 from specgraph.runtime.schedule.prefill import Prefill
@@ -354,7 +354,7 @@ def begun(program: Program, requests: Sequence[Request]) -> tuple[State, Prefill
     pages = PagePool(sizes.num_pages, program.block_size)
     reserved = [pages.reserve(request.prompt, request.limit) for request in requests]
     entering = [Admission(row, requests[row], own.pages) for row, own in enumerate(reserved) if own]
-    SlotInitializer(program, state).admit(entering)
+    StateRowInitializer(program, state).admit(entering)
     prefill = Prefill(program.drafter.num_speculative_tokens + 1, len(requests), OVERHEAD)
     for row, request in enumerate(requests):
         if request.has_room:

@@ -23,7 +23,7 @@ from specgraph.runtime.execution.engine_factory import EngineFactory
 from specgraph.runtime.execution.runner_pool import RunnerPool
 from specgraph.runtime.execution.steps import Step
 from specgraph.runtime.execution.stopping import Stopping
-from specgraph.runtime.memory.slots import sizes_for
+from specgraph.runtime.memory.state_rows import sizes_for
 from specgraph.runtime.model_guard import ModelGuard
 from specgraph.runtime.outputs.collector import Collector
 from specgraph.runtime.outputs.output import GenerateOutput, Stream, StreamChunk

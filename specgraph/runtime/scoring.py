@@ -26,7 +26,7 @@ from specgraph.kernels.step import scatter_state_
 from specgraph.kernels.verify.score import KINDS
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.memory.pages import Reservation
-from specgraph.runtime.memory.slots import Admission, stop, uploaded
+from specgraph.runtime.memory.state_rows import Admission, stop, uploaded
 from specgraph.runtime.outputs.output import GenerateOutput
 from specgraph.runtime.requests.parser import RequestParser
 from specgraph.runtime.requests.request import Request
@@ -226,7 +226,7 @@ class Scoring:
 
     def _enqueue(self, chunk: Chunk) -> None:
         """Run one more window, and free the rows of those sequences that end with it."""
-        places, state = [self._running[row] for row in chunk.rows], self._runner.state
+        places, state = [self._running[row] for row in chunk.state_rows], self._runner.state
         rows, window = self._runner.load(chunk)
         begins = [place.tokens.done - count for place, count in zip(places, chunk.forced, strict=True)]
         given = torch.tensor(begins + [0] * (len(rows) - len(places)), dtype=state["start"].dtype, device="cpu")
@@ -239,7 +239,7 @@ class Scoring:
         # The row of token t says how probable token t + 1 is.
         told = [(own.number, begin + 1, n) for own, begin, n in zip(places, begins, chunk.forced, strict=True)]
         self._results.append((told, results))
-        for row, place in zip(chunk.rows, places, strict=True):
+        for row, place in zip(chunk.state_rows, places, strict=True):
             self._offer(place)
             if not place.tokens.left:
                 self._leave(row)

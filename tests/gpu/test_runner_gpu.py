@@ -20,7 +20,7 @@ from specgraph.runtime.execution.cuda_graphs import GraphPool
 from specgraph.runtime.execution.graph_runner import GraphRunner
 from specgraph.runtime.execution.results import Mailbox
 from specgraph.runtime.execution.workspace import PATIENCE, Shape, Workspace
-from specgraph.runtime.memory.slots import staged
+from specgraph.runtime.memory.state_rows import staged
 from tests.decoding import compiled
 from tests.gpu.capture import no_synchronisation
 from tests.models import make_model, ragged_prompts

@@ -1,7 +1,7 @@
 """Random operations on a session; the oracle is plain decoding of each request alone.
 
 Hypothesis chooses the operations, and shortens a failing list of them to the few that matter. Requests have different
-options, begin with what earlier ones have left in the cache, wait for slots and pages, and are cancelled; weights
+options, begin with what earlier ones have left in the cache, wait for state rows and pages, and are cancelled; weights
 change between steps; and calls of ``stream`` run beside the session.
 """
 
@@ -24,7 +24,7 @@ from tests.decoding import CONFIG, compiled
 from tests.models import make_model, ragged_prompts
 from tests.runtime.test_decoder import noisy_copy
 
-SLOTS, LONGEST, POOL = 3, 48, 80
+STATE_ROWS, LONGEST, POOL = 3, 48, 80
 """Sequences that run together, their tokens at most, and the tokens of all pages, which two long sequences fill."""
 BEGINNINGS = [prompt.tolist() for prompt in ragged_prompts((16, 9, 1))]
 """What prompts begin with, so that many of them share pages."""
@@ -65,7 +65,7 @@ def plain() -> SpeculativeDecoder:
 @functools.cache
 def drafted() -> SpeculativeDecoder:
     cache = {**CONFIG["cache"], "reuse_prefixes": True, "pool_tokens": POOL}
-    return compiled(model(), "draft_model", 3, noisy_copy(), max_batch_size=SLOTS, max_length=LONGEST, cache=cache)
+    return compiled(model(), "draft_model", 3, noisy_copy(), max_batch_size=STATE_ROWS, max_length=LONGEST, cache=cache)
 
 
 def negate_weights() -> None:
@@ -162,10 +162,10 @@ class Sessions(RuleBasedStateMachine):
             assert request.finish_reason != "cancelled" or request.cancelled
 
     @invariant()
-    def slots_and_pages_are_owned_by_requests_under_way(self) -> None:
+    def state_rows_and_pages_are_owned_by_requests_under_way(self) -> None:
         room = self.session.room
         if not self.under_way:
-            assert (room.free_rows, room.free_pages) == (SLOTS, POOL // CONFIG["cache"]["block_size"])
+            assert (room.free_rows, room.free_pages) == (STATE_ROWS, POOL // CONFIG["cache"]["block_size"])
 
     def teardown(self) -> None:
         """Every request ends."""
@@ -174,7 +174,7 @@ class Sessions(RuleBasedStateMachine):
                 self.read(events)
             assert not self.under_way
             self.what_came_is_what_comes_alone()
-            self.slots_and_pages_are_owned_by_requests_under_way()
+            self.state_rows_and_pages_are_owned_by_requests_under_way()
         finally:
             self.session.close()
             if self.version:

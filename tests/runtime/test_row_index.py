@@ -110,11 +110,11 @@ def test_wide_steps_run_pending_prompts_and_decode_steps_sequences_that_go_on(mo
     out = decoder.generate(PROMPTS, max_new_tokens=6, eos_token_id=[])
     assert [len(tokens) for tokens in out.new_tokens] == [6] * 4
     assert sum(chunk.num_tokens for chunk in watched.chunks) == sum(map(len, PROMPTS))
-    beside = [chunk.rows[len(chunk.forced) :] for chunk in watched.chunks]
+    beside = [chunk.state_rows[len(chunk.forced) :] for chunk in watched.chunks]
     for chunk, decoding in zip(watched.chunks, beside, strict=True):
         assert bool((chunk.block[: len(chunk.forced), 1] > 0).all())
         assert chunk.block[len(chunk.forced) :, 1].tolist() == [LAID_OUT] * len(decoding)
-        assert {*decoding}.isdisjoint(chunk.rows[: len(chunk.forced)])
+        assert {*decoding}.isdisjoint(chunk.state_rows[: len(chunk.forced)])
     assert beside[0] == [] and any(beside) and [0, 1, 2, 3] in watched.decoded
     assert [sum(row in rows for rows in (*beside, *watched.decoded)) for row in range(4)] == [5] * 4
     # One sequence that ends early is not run again.
@@ -122,7 +122,7 @@ def test_wide_steps_run_pending_prompts_and_decode_steps_sequences_that_go_on(mo
     watched.chunks.clear()
     ends = [int(out.new_tokens[2][1])]
     expected = [len(tokens) for tokens in decoder.generate(PROMPTS, max_new_tokens=6, eos_token_id=ends).new_tokens]
-    beside = [chunk.rows[len(chunk.forced) :] for chunk in watched.chunks]
+    beside = [chunk.state_rows[len(chunk.forced) :] for chunk in watched.chunks]
     lengths = [sum(row in rows for rows in (*beside, *watched.decoded)) + 1 for row in range(4)]
     assert lengths == expected and min(expected) < 6
 

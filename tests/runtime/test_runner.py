@@ -26,7 +26,7 @@ from specgraph.runtime.execution.results import Mailbox
 from specgraph.runtime.execution.runner_pool import RunnerPool
 from specgraph.runtime.execution.workspace import PATIENCE, SHRINK_BYTES, Shape, Workspace, next_sizes
 from specgraph.runtime.memory.sizes import StateSizes, largest
-from specgraph.runtime.memory.slots import staged
+from specgraph.runtime.memory.state_rows import staged
 from specgraph.runtime.schedule.prefill import Chunk
 from tests.decoding import compiled
 from tests.models import ragged_prompts, shared_model
@@ -300,7 +300,7 @@ def test_nothing_is_enqueued_behind_a_step_that_surely_ends_all(monkeypatch: pyt
     decode, wide = GraphRunner.decode, GraphRunner.wide
 
     def beside(chunk: Chunk) -> list[int]:
-        return chunk.rows[len(chunk.forced) :]
+        return chunk.state_rows[len(chunk.forced) :]
 
     monkeypatch.setattr(GraphRunner, "decode", lambda own, rows, pause: decoded.extend(rows) or decode(own, rows))
     monkeypatch.setattr(GraphRunner, "wide", lambda own, chunk, _: decoded.extend(beside(chunk)) or wide(own, chunk))

@@ -17,7 +17,7 @@ from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, Overhead
 from specgraph.runtime.schedule.scheduler import Plan, Scheduler
 from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
 
-SLOTS, WIDTH, PAGE = 8, 4, 4
+STATE_ROWS, WIDTH, PAGE = 8, 4, 4
 PATIENT = Policy(chunk=16, fair=False, overhead=Overhead(16, 64))
 FAIR = dataclasses.replace(PATIENT, fair=True)
 
@@ -28,14 +28,14 @@ def waiting(number: int, length: int = 5, limit: int = 20) -> ActiveSequence:
 
 
 class World:
-    """A queue, slots and pages, in which plans are carried out as an engine does, but for the step itself."""
+    """A queue, state rows and pages, in which plans are carried out as an engine does, but for the step itself."""
 
     def __init__(self, policy: Policy, pages: int = 100, **options: Any) -> None:
         self.pages = PagePool(pages, PAGE, 0, reuse=True, weights=[])
-        self.scheduler = Scheduler(policy, self.pages, SLOTS, WIDTH, **options)
+        self.scheduler = Scheduler(policy, self.pages, STATE_ROWS, WIDTH, **options)
         self.queue: list[ActiveSequence] = []
         self.running: list[ActiveSequence] = []
-        self.free = list(range(SLOTS))
+        self.free = list(range(STATE_ROWS))
 
     def plan(self) -> Plan:
         return self.scheduler.plan(self.queue, self.running, self.free)
@@ -44,11 +44,12 @@ class World:
         """Plan, and carry it out."""
         plan = self.plan()
         del self.queue[: len(plan.entering)], self.free[: len(plan.entering)]
-        for sequence, slot, reserved, prompt in plan.entering:
-            sequence.phase, sequence.slot, sequence.reserved, sequence.prompt = Phase.PREFILL, slot, reserved, prompt
+        for sequence, state_row, reserved, prompt in plan.entering:
+            sequence.phase, sequence.state_row = Phase.PREFILL, state_row
+            sequence.reserved, sequence.prompt = reserved, prompt
             self.running.append(sequence)
         if plan.prompts:
-            prompt_window([(s.slot, s.prompt, count) for s, count in plan.prompts.items()])
+            prompt_window([(s.state_row, s.prompt, count) for s, count in plan.prompts.items()])
         for sequence in plan.prompts:
             if not sequence.prompt.left:
                 sequence.phase = Phase.DECODE
@@ -58,7 +59,7 @@ class World:
 
     def leave(self, sequence: ActiveSequence) -> None:
         self.running.remove(sequence)
-        self.free = sorted([*self.free, sequence.slot])
+        self.free = sorted([*self.free, sequence.state_row])
         self.pages.give_back(sequence.reserved)
         self.scheduler.ended()
 
@@ -77,12 +78,12 @@ def decoding(world: World, count: int, **options: Any) -> World:
 
 def test_sequences_enter_in_order_and_their_prompts_run_in_the_same_step() -> None:
     world = World(PATIENT)
-    world.queue = [waiting(number) for number in range(SLOTS + 2)]
+    world.queue = [waiting(number) for number in range(STATE_ROWS + 2)]
     plan = world.step()
-    assert numbers(entry.sequence for entry in plan.entering) == list(range(SLOTS))
-    assert [entry.slot for entry in plan.entering] == list(range(SLOTS))
-    assert list(plan.prompts.values()) == [5] * SLOTS and not plan.decoding
-    assert numbers(world.plan().decoding) == list(range(SLOTS)) and not world.plan().entering
+    assert numbers(entry.sequence for entry in plan.entering) == list(range(STATE_ROWS))
+    assert [entry.state_row for entry in plan.entering] == list(range(STATE_ROWS))
+    assert list(plan.prompts.values()) == [5] * STATE_ROWS and not plan.decoding
+    assert numbers(world.plan().decoding) == list(range(STATE_ROWS)) and not world.plan().entering
 
 
 def test_a_sequence_without_pages_holds_up_those_behind_it() -> None:
@@ -96,12 +97,12 @@ def test_planning_changes_no_sequence() -> None:
     world = World(PATIENT)
     world.queue = [waiting(0)]
     world.plan()
-    assert world.queue[0].phase is Phase.WAITING and world.queue[0].slot == -1
+    assert world.queue[0].phase is Phase.WAITING and world.queue[0].state_row == -1
 
 
 @pytest.mark.parametrize(("policy", "enters"), [(PATIENT, False), (FAIR, True)], ids=["in a group", "at once"])
 def test_who_enters_beside_sequences_that_decode(policy: Policy, enters: bool) -> None:
-    world = decoding(World(policy), SLOTS)
+    world = decoding(World(policy), STATE_ROWS)
     for _ in range(3):  # many sequences end per step, so that groups are large
         for sequence in list(world.running)[:2]:
             world.leave(sequence)
@@ -155,8 +156,8 @@ def test_k_is_asked_for_where_somebody_else_chooses_it() -> None:
 
 def test_where_nobody_decodes_a_step_runs_as_many_prompt_tokens_as_one_may() -> None:
     long = dataclasses.replace(PATIENT, chunk=MOST_ROWS)
-    world = World(long, pages=SLOTS * 2000)
-    world.queue = [waiting(number, length=2000, limit=2100) for number in range(SLOTS)]
+    world = World(long, pages=STATE_ROWS * 2000)
+    world.queue = [waiting(number, length=2000, limit=2100) for number in range(STATE_ROWS)]
     assert MOST_ROWS // 2 < sum(world.plan().prompts.values()) <= MOST_ROWS
 
 

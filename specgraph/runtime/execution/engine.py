@@ -1,7 +1,7 @@
-"""Decodes sequences in the slots of one state: carries out what a scheduler plans.
+"""Decodes sequences in the rows of one state: carries out what a scheduler plans.
 
 Each step is over just the sequences that it concerns, so nothing that a sequence emits depends on what runs beside it.
-Steps are enqueued ``lag`` ahead of the one that is read. A slot is free as soon as the end of its sequence has been
+Steps are enqueued ``lag`` ahead of the one that is read. A row is free as soon as the end of its sequence has been
 read: steps that are under way then find it inactive.
 """
 
@@ -21,7 +21,7 @@ from specgraph.runtime.execution.results import DraftTraceView
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.execution.steps import InFlightStep, Output, Step, not_a_number
 from specgraph.runtime.memory.pages import known_tokens, num_pages
-from specgraph.runtime.memory.slots import Admission, stop
+from specgraph.runtime.memory.state_rows import Admission, stop
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prefill import prompt_window
@@ -32,7 +32,7 @@ from specgraph.specialise.mode import Mode
 
 
 class Engine:
-    """Sequences in the slots of a runner's state.
+    """Sequences in the rows of a runner's state.
 
     :meth:`submit` and :meth:`cancel` may be called from any thread; :meth:`step` from one at a time.
     """
@@ -49,17 +49,17 @@ class Engine:
         self._runner, self._make_step, self._policy = runner, make_step, policy
         self._asked, self._always_draws = mode, always_draws
         self.memory, self.pages = runner.memory, runner.pages
-        num_slots = self.memory.sizes.rows
-        self._free_slots = list(range(num_slots))
+        num_state_rows = self.memory.sizes.rows
+        self._free_state_rows = list(range(num_state_rows))
         self._waiting: deque[ActiveSequence] = deque()
         self._cancelled: deque[int] = deque()
         self._ended: list[Output] = []
         self._running: dict[int, ActiveSequence] = {}
-        """By slot, in the order in which they entered."""
+        """By state row, in the order in which they entered."""
         self._width = runner.width
         """Rows of a decode step with the drafter's own K."""
         choose_drafts = None if policy.worth is None else self._worthwhile_drafts
-        self._scheduler = Scheduler(policy, self.pages, num_slots, runner.width, choose_drafts)
+        self._scheduler = Scheduler(policy, self.pages, num_state_rows, runner.width, choose_drafts)
         self._under_way: deque[InFlightStep] = deque()
         self._unused: tuple[str, ...] = ()
         self._mode: Mode | None = None
@@ -78,7 +78,7 @@ class Engine:
         """
         self._check(request)
         with self._lock:
-            if max_waiting is not None and len(self._waiting) >= max_waiting + len(self._free_slots):
+            if max_waiting is not None and len(self._waiting) >= max_waiting + len(self._free_state_rows):
                 raise BusyError(
                     f"{len(self._waiting)} sequences wait already, and this session lets {max_waiting} wait for a row; "
                     "try again later, or open it with a larger max_waiting."
@@ -102,7 +102,7 @@ class Engine:
     @property
     def num_free_rows(self) -> int:
         """How many rows no sequence has."""
-        return len(self._free_slots)
+        return len(self._free_state_rows)
 
     @property
     def num_waiting(self) -> int:
@@ -165,9 +165,9 @@ class Engine:
             )
 
     def _plan(self) -> Plan:
-        """What happens next, with the sequences that enter in their slots."""
+        """What happens next, with the sequences that enter in their state rows."""
         with self._lock:
-            plan = self._scheduler.plan(self._waiting, self._running.values(), self._free_slots)
+            plan = self._scheduler.plan(self._waiting, self._running.values(), self._free_state_rows)
             for _ in plan.entering:
                 self._waiting.popleft()
         if plan.entering:
@@ -175,15 +175,16 @@ class Engine:
         return plan
 
     def _enter(self, entering: Sequence[Entry]) -> None:
-        """Begin sequences in their slots."""
+        """Begin sequences in their state rows."""
         self._choose_options([new.sequence.request for new in entering], fresh=not self._running)
         admissions = []
-        for sequence, slot, reserved, prompt in entering:
-            sequence.phase, sequence.slot, sequence.reserved, sequence.prompt = Phase.PREFILL, slot, reserved, prompt
-            self._running[slot] = sequence
-            admissions.append(Admission(slot, sequence.request, reserved.pages, prompt.done, reserved.snapshot))
+        for sequence, row, reserved, prompt in entering:
+            sequence.phase, sequence.state_row = Phase.PREFILL, row
+            sequence.reserved, sequence.prompt = reserved, prompt
+            self._running[row] = sequence
+            admissions.append(Admission(row, sequence.request, reserved.pages, prompt.done, reserved.snapshot))
             self._reused_tokens += prompt.done
-        del self._free_slots[: len(entering)]
+        del self._free_state_rows[: len(entering)]
         with self._runner.active():
             self.memory.admit(admissions)
 
@@ -216,7 +217,7 @@ class Engine:
     def _enqueue_decoding(self, plan: Plan) -> InFlightStep:
         worth, decoding = self._policy.worth, plan.sequences
         pause, begin = self._pause(plan), time.perf_counter()
-        results = self._runner.decode([s.slot for s in decoding], pause)
+        results = self._runner.decode([s.state_row for s in decoding], pause)
         if worth is not None and not self._asked.traced:
             seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
             worth.learn(self._kind(), len(decoding) * results.width, seconds)
@@ -225,10 +226,10 @@ class Engine:
 
     def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> int:
         """K for the next step of sequences that decode, by what their drafts are worth."""
-        worth, slots = self._policy.worth, [s.slot for s in decoding]
+        worth, rows = self._policy.worth, [s.state_row for s in decoding]
         assert worth is not None, "without it, K depends on the number of sequences alone"
-        drafts = worth.choose(self._kind(), decoding, self._runner.real_drafts(slots))
-        self._runner.keep_drafts(slots, drafts)
+        drafts = worth.choose(self._kind(), decoding, self._runner.real_drafts(rows))
+        self._runner.keep_drafts(rows, drafts)
         return drafts
 
     def _kind(self) -> tuple[object, ...]:
@@ -241,19 +242,19 @@ class Engine:
         if not own:
             return None
         count = len(forced)
-        decoding = [s.slot for entry, s in own if entry >= count]
+        decoding = [s.state_row for entry, s in own if entry >= count]
         drafts = iter(self._runner.drafts(decoding) if decoding else [])
         parts = [(n, s, [] if n < count else next(drafts), forced[n] if n < count else 0) for n, s in own]
         return Pause([Paused(n, s.request, s.new_tokens, known, given) for n, s, known, given in parts])
 
     def _enqueue_prompts(self, plan: Plan) -> InFlightStep:
         width = self._width if plan.drafts is None else plan.drafts + 1
-        parts = [(s.slot, s.prompt, count) for s, count in plan.prompts.items()]
-        chunk = prompt_window(parts, [s.slot for s in plan.decoding], width, self._width)
+        parts = [(s.state_row, s.prompt, count) for s, count in plan.prompts.items()]
+        chunk = prompt_window(parts, [s.state_row for s in plan.decoding], width, self._width)
         pause = self._pause(plan, chunk.forced)
         results = self._runner.wide(chunk, pause)
-        reached = [(self._running[slot], boundary) for slot, boundary in chunk.reached]
-        self.memory.keep_states((s.reserved, s.request.prompt, s.slot, boundary) for s, boundary in reached)
+        reached = [(self._running[row], boundary) for row, boundary in chunk.reached]
+        self.memory.keep_states((s.reserved, s.request.prompt, s.state_row, boundary) for s, boundary in reached)
         # Whoever shares these pages runs behind this step.
         for sequence in plan.prompts:
             if sequence not in plan.going_on:
@@ -282,19 +283,19 @@ class Engine:
         """Stop sequences that could go on, on the device, too."""
         if sequences:
             with self._runner.active():
-                stop(self._runner.state, [s.slot for s in sequences])
+                stop(self._runner.state, [s.state_row for s in sequences])
         for sequence in sequences:
             self._leave(sequence)
 
     def _leave(self, sequence: ActiveSequence) -> None:
-        """Free the slot and the pages of a sequence that has ended."""
+        """Free the state row and the pages of a sequence that has ended."""
         decoded, sequence.phase = sequence.phase is Phase.DECODE, Phase.DONE
         self._scheduler.ended()
         if decoded and self.pages.reuses:
             self.pages.offer(sequence.reserved, known_tokens(sequence.request.prompt, sequence.new_tokens))
         self.pages.give_back(sequence.reserved)
-        del self._running[sequence.slot]
-        bisect.insort(self._free_slots, sequence.slot)
+        del self._running[sequence.state_row]
+        bisect.insort(self._free_state_rows, sequence.state_row)
 
     def _read(self, under_way: InFlightStep) -> Step:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""

@@ -14,7 +14,7 @@ from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.execution.workspace import Captured, PausedValues, Shape, Workspace
-from specgraph.runtime.memory.slots import staged
+from specgraph.runtime.memory.state_rows import staged
 from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.runtime.schedule.prompt_shapes import captured_width, entries, padded_rows
 from specgraph.specialise.mode import Mode
@@ -37,9 +37,9 @@ class GraphRunner(Runner):
 
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """Replay a graph of the next larger shape."""
-        count = entries(len(chunk.rows), self.space.sizes.rows)
+        count = entries(len(chunk.state_rows), self.space.sizes.rows)
         width = captured_width(chunk.block.shape[1] - 3, count)
-        rows = padded_rows(chunk.num_rows, joint=len(chunk.rows) > len(chunk.forced))
+        rows = padded_rows(chunk.num_rows, joint=len(chunk.state_rows) > len(chunk.forced))
         shape = Shape(self._mode, count, width, rows)
         first, second = self._graphs(shape, GraphRunner._load, pause)
         block = padded_block(chunk.block, count, width)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specgraph.ir.state import State
 from specgraph.kernels.step import gather_state, scatter_state_
-from specgraph.runtime.memory.slots import uploaded
+from specgraph.runtime.memory.state_rows import uploaded
 from specgraph.runtime.schedule.prefill import LAID_OUT, Chunk
 
 
@@ -16,7 +16,7 @@ def load_chunk(state: State, chunk: Chunk, least: int = 1) -> tuple[Tensor, Tens
 
     There are at least ``least`` entries; those without a sequence are inactive.
     """
-    count = max(least, len(chunk.rows))
+    count = max(least, len(chunk.state_rows))
     block = padded_block(chunk.block, count, chunk.block.shape[1] - 3)
     return load_block(state, uploaded(block, state["num_rows"].device))
 

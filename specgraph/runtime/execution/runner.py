@@ -24,8 +24,8 @@ from specgraph.kernels.step.results import pack_results
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
-from specgraph.runtime.memory.slots import uploaded
 from specgraph.runtime.memory.state_memory import StateMemory
+from specgraph.runtime.memory.state_rows import uploaded
 from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode

@@ -23,8 +23,8 @@ from specgraph.runtime.execution.inputs import padded_block
 from specgraph.runtime.execution.results import Mailbox, num_traced
 from specgraph.runtime.memory.pages import PagePool
 from specgraph.runtime.memory.sizes import StateSizes, largest
-from specgraph.runtime.memory.slots import Admission, staged, uploaded
 from specgraph.runtime.memory.state_memory import StateMemory
+from specgraph.runtime.memory.state_rows import Admission, staged, uploaded
 from specgraph.runtime.schedule.prompt_shapes import entries, power_of_two
 from specgraph.specialise.mode import Mode
 

@@ -1,1 +1,1 @@
-"""The memory of a decoder: pages, slots and snapshots, and how many of each there are."""
+"""The memory of a decoder: pages, state rows and snapshots, and how many of each there are."""

@@ -12,8 +12,8 @@ from specgraph.kernels.launch import new_counters
 from specgraph.runtime.memory.pages import PagePool, Reservation
 from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.sizing import page_bytes
-from specgraph.runtime.memory.slots import Admission, SlotInitializer
 from specgraph.runtime.memory.snapshots import Snapshots
+from specgraph.runtime.memory.state_rows import Admission, StateRowInitializer
 
 
 class StateMemory:
@@ -36,7 +36,7 @@ class StateMemory:
         self.snapshots = Snapshots(program, self.state, pool.count) if pool and pool.count else None
         self.counters = None if device.type == "cpu" else new_counters(device)
         self.num_bytes = num_bytes(program, self.state) + (pool.num_bytes if pool else 0)
-        self._initializer = SlotInitializer(program, self.state)
+        self._initializer = StateRowInitializer(program, self.state)
         self._page_bytes, self._lazy = page_bytes(program), device.type == "cpu"
 
     @property
@@ -48,7 +48,7 @@ class StateMemory:
         """Begin sequences, each in its row, with the state that it shares."""
         self._initialize(entering)
         if self.snapshots is not None:
-            self.snapshots.load([(new.snapshot, new.row) for new in entering if new.snapshot is not None])
+            self.snapshots.load([(new.snapshot, new.state_row) for new in entering if new.snapshot is not None])
 
     def _initialize(self, entering: Sequence[Admission]) -> None:
         self._initializer.admit(entering)

@@ -20,18 +20,18 @@ class Chunk(NamedTuple):
     """A window of prompt tokens, still on the host.
 
     Attributes:
-        rows: the sequences whose prompts it runs, in order, and behind them those that decode.
+        state_rows: those of the sequences whose prompts it runs, in order, and behind them of those that decode.
         forced: how many next tokens each of the first is given.
         num_tokens: the number of prompt tokens in it.
         num_rows: the most rows that all of them have together.
-        block: int64 ``[b, 3 + W]``, one line per sequence: its row, its number of real rows, the number of next tokens
-            that it is given, and its window. It is one tensor, so that one copy takes it to the device. A sequence that
-            decodes has ``LAID_OUT`` rows.
-        reached: the boundaries of prompts at which this window leaves the state of their layers: pairs of a row and the
-            number of tokens before the boundary.
+        block: int64 ``[b, 3 + W]``, one line per sequence: its state row, its number of real rows, the number of next
+            tokens that it is given, and its window. It is one tensor, so that one copy takes it to the device. A
+            sequence that decodes has ``LAID_OUT`` rows.
+        reached: the boundaries of prompts at which this window leaves the state of their layers: pairs of a state row
+            and the number of tokens before the boundary.
     """
 
-    rows: list[int]
+    state_rows: list[int]
     forced: list[int]
     num_tokens: int
     num_rows: int
@@ -87,8 +87,8 @@ def prompt_window(
     The next tokens of a prompt's rows are known, so they are forced; its last row is the first whose next token is not.
 
     Args:
-        parts: of each prompt the slot, what is pending, and how many rows are run.
-        decoding: the slots of sequences that decode in the same step.
+        parts: of each prompt the state row, what is pending, and how many rows are run.
+        decoding: the state rows of sequences that decode in the same step.
         width: how many rows each of these has at most.
         columns: the least number of columns.
     """
@@ -96,45 +96,45 @@ def prompt_window(
     forced = [len(tokens) - 1 for tokens in known]
     columns = max(columns, *map(len, known))
     block = np.zeros((len(parts) + len(decoding), 3 + columns), dtype=np.int64)
-    for line, (slot, _, count), tokens in zip(block, parts, known, strict=False):
-        line[:3] = slot, count, len(tokens) - 1
+    for line, (row, _, count), tokens in zip(block, parts, known, strict=False):
+        line[:3] = row, count, len(tokens) - 1
         line[3 : 3 + len(tokens)] = tokens
     block[len(parts) :, 0] = decoding
     block[len(parts) :, 1] = LAID_OUT
-    reached = [(slot, boundary) for slot, prompt, count in parts for boundary in prompt.advance(count)]
-    slots, total = [slot for slot, _, _ in parts], sum(count for _, _, count in parts)
+    reached = [(row, boundary) for row, prompt, count in parts for boundary in prompt.advance(count)]
+    rows, total = [row for row, _, _ in parts], sum(count for _, _, count in parts)
     num_rows = total + width * len(decoding)
-    return Chunk([*slots, *decoding], forced, total, num_rows, torch.from_numpy(block), reached)
+    return Chunk([*rows, *decoding], forced, total, num_rows, torch.from_numpy(block), reached)
 
 
 class Prefill:
-    """The prompts that are yet to be run in windows of prompts alone, by the slots of their sequences.
+    """The prompts that are yet to be run in windows of prompts alone, by the state rows of their sequences.
 
     A prompt with little left to run joins one with much if the padding costs less than a step of its own
     (:func:`~specgraph.runtime.schedule.prompt_shapes.num_together`).
     """
 
-    def __init__(self, width: int, slots: int, overhead: int, most_rows: int = MOST_ROWS, *, within: int = 1) -> None:
-        """``width`` is the number of rows of a decode step, which no window is narrower than; ``slots`` is the number
+    def __init__(self, width: int, batch: int, overhead: int, most_rows: int = MOST_ROWS, *, within: int = 1) -> None:
+        """``width`` is the number of rows of a decode step, which no window is narrower than; ``batch`` is the number
         of sequences for which there is room; ``overhead`` is what a step costs besides its rows, in rows; ``most_rows``
         is the most rows of a step of several sequences; ``within`` is that of every :class:`PendingPrompt`."""
-        self._width, self._slots, self._overhead, self._most_rows = width, slots, overhead, most_rows
+        self._width, self._batch, self._overhead, self._most_rows = width, batch, overhead, most_rows
         self._within = within
         self._prompts: dict[int, PendingPrompt] = {}
 
     def add(
-        self, slot: int, prompt: Tensor, done: int = 0, end: int | None = None, boundaries: Sequence[int] = ()
+        self, state_row: int, prompt: Tensor, done: int = 0, end: int | None = None, boundaries: Sequence[int] = ()
     ) -> PendingPrompt:
-        """The sequence in ``slot`` begins with ``prompt``, 1-D int64, of which ``done`` tokens need not be run.
+        """The sequence in ``state_row`` begins with ``prompt``, 1-D int64, of which ``done`` tokens need not be run.
 
         Neither need those from ``end`` on, of which the first is given as the next token of the row before it.
         """
         end = prompt.numel() if end is None else end
-        self._prompts[slot] = PendingPrompt(prompt, done, end, list(boundaries), self._within)
-        return self._prompts[slot]
+        self._prompts[state_row] = PendingPrompt(prompt, done, end, list(boundaries), self._within)
+        return self._prompts[state_row]
 
     def pending(self) -> list[int]:
-        """The slots that still have prompt tokens to run, in the order in which they came."""
+        """The state rows that still have prompt tokens to run, in the order in which they came."""
         return list(self._prompts)
 
     def chunk(self, most: int) -> Chunk:
@@ -143,12 +143,12 @@ class Prefill:
         It has at most ``most`` columns: the rest of a prompt, or one row less and the token behind it. (There is one
         more column if a token behind the rest is given.)
         """
-        widths = {slot: prompt.next(most) for slot, prompt in self._prompts.items()}
+        widths = {row: prompt.next(most) for row, prompt in self._prompts.items()}
         waiting = sorted(widths, key=widths.__getitem__, reverse=True)
-        taken = num_together([widths[slot] for slot in waiting], self._slots, self._overhead, self._most_rows)
-        prompts = [(slot, self._prompts[slot]) for slot in sorted(waiting[:taken])]
+        taken = num_together([widths[row] for row in waiting], self._batch, self._overhead, self._most_rows)
+        prompts = [(row, self._prompts[row]) for row in sorted(waiting[:taken])]
         chunk = prompt_window(
-            [(slot, prompt, prompt.up_to_boundary(widths[slot])) for slot, prompt in prompts], columns=self._width
+            [(row, prompt, prompt.up_to_boundary(widths[row])) for row, prompt in prompts], columns=self._width
         )
-        self._prompts = {slot: prompt for slot, prompt in self._prompts.items() if prompt.left}
+        self._prompts = {row: prompt for row, prompt in self._prompts.items() if prompt.left}
         return chunk

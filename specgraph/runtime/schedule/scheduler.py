@@ -1,7 +1,7 @@
 """Plans the steps of an engine: which sequences enter, and what the next step runs. It needs no device.
 
-Sequences are admitted in the order in which they came. One that finds no free slot, or not enough free pages for its
-whole length, waits, and so do those behind it; what is admitted never waits for memory again. While prompts are
+Sequences are admitted in the order in which they came. One that finds no free state row, or not enough free pages for
+its whole length, waits, and so do those behind it; what is admitted never waits for memory again. While prompts are
 pending, a step runs some of their tokens and all sequences that decode; decode steps follow.
 """
 
@@ -22,10 +22,10 @@ from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
 
 
 class Entry(NamedTuple):
-    """A sequence that enters a slot, with the pages that are reserved for it, and what is to be run of its prompt."""
+    """A sequence that enters a row of the state, with its reserved pages, and what is to be run of its prompt."""
 
     sequence: ActiveSequence
-    slot: int
+    state_row: int
     reserved: Reservation
     prompt: PendingPrompt
 
@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         entering: sequences that are admitted before the step, whose prompts may begin in it.
         prompts: how many prompt tokens the step runs of each sequence, in the order in which they came.
-        decoding: the sequences that decode in the step, by their slots.
+        decoding: the sequences that decode in the step, by their state rows.
         drafts: K for those that decode; None for the drafter's own.
         going_on: those whose prompt is not at its end with this step.
     """
@@ -66,7 +66,7 @@ class Scheduler:
     """Makes plans. :meth:`plan` changes nothing but ``pages``, where it reserves those of sequences that enter."""
 
     def __init__(
-        self, policy: Policy, pages: PagePool, num_slots: int, width: int,
+        self, policy: Policy, pages: PagePool, num_state_rows: int, width: int,
         choose_drafts: Callable[[Sequence[ActiveSequence]], int | None] | None = None,
     ) -> None:  # fmt: skip
         """``width`` is the number of tokens that a decode step runs of a sequence, with the drafter's own K.
@@ -74,20 +74,22 @@ class Scheduler:
         ``choose_drafts`` gives K for a step of some sequences; without it, their number decides (``policy.drafts``).
         """
         self._policy, self._pages = policy, pages
-        self._num_slots, self._width, self._present_width = num_slots, width, width
+        self._num_state_rows, self._width, self._present_width = num_state_rows, width, width
         self._choose_drafts = choose_drafts or (lambda decoding: policy.drafts_of(len(decoding)))
         self._num_ended = self._num_decode_steps = 0
         self._ran_prompts = False
 
     def plan(self, waiting: Sequence[ActiveSequence], running: Collection[ActiveSequence], free: Sequence[int]) -> Plan:
-        """What happens next, where some sequences wait, some run (in the order in which they entered), and the slots
-        ``free`` belong to nobody."""
+        """What happens next, where some sequences wait, some run (in the order in which they entered), and the rows of
+        the state in ``free`` belong to no sequence."""
         decodes = any(sequence.phase is Phase.DECODE for sequence in running)
         entering = self._admitted(waiting, free, decodes)
         pending = {s: s.prompt for s in running if s.phase is Phase.PREFILL}
         pending |= {new.sequence: new.prompt for new in entering}
         # A step gives each of them a token at least. So one whose length is filled by steps under way is left out.
-        decoding = sorted([s for s in running if s.phase is Phase.DECODE and s.tokens_left > 0], key=attrgetter("slot"))
+        decoding = sorted(
+            [s for s in running if s.phase is Phase.DECODE and s.tokens_left > 0], key=attrgetter("state_row")
+        )
         if pending and decoding and not self._policy.joint:
             if self._policy.fair and self._ran_prompts:
                 pending = {}
@@ -105,11 +107,11 @@ class Scheduler:
         self._num_decode_steps += bool(plan.decoding)
 
     def ended(self) -> None:
-        """A sequence has left its slot."""
+        """A sequence has left its state row."""
         self._num_ended += 1
 
     def _admitted(self, waiting: Sequence[ActiveSequence], free: Sequence[int], decodes: bool) -> list[Entry]:
-        """The first sequences of the queue for which there are slots and pages.
+        """The first sequences of the queue for which there are state rows and pages.
 
         Where nobody waits for single tokens, sequences enter in groups beside those that decode.
         """
@@ -117,19 +119,19 @@ class Scheduler:
         if decodes and not self._policy.fair:
             ends = (1 + self._num_ended) / (1 + self._num_decode_steps)
             policy = self._policy
-            enough = group_size(self._num_slots, self._present_width, ends, policy.overhead, joint=policy.joint)
+            enough = group_size(self._num_state_rows, self._present_width, ends, policy.overhead, joint=policy.joint)
             if len(free) < min(enough, len(waiting)):
                 return entering
         if waiting and free:
             self._pages.check_weights()
-        for sequence, slot in zip(waiting, free, strict=False):
+        for sequence, state_row in zip(waiting, free, strict=False):
             request = sequence.request
             reserved = self._pages.reserve(request.prompt, request.limit)
             if reserved is None:
                 break
             begin, boundaries = self._pages.num_shared_tokens(reserved), [*reserved.boundaries]
             prompt = PendingPrompt(request.prompt, begin, request.prompt.numel(), boundaries, self._pages.within)
-            entering.append(Entry(sequence, slot, reserved, prompt))
+            entering.append(Entry(sequence, state_row, reserved, prompt))
         return entering
 
     def _prompts(
@@ -156,5 +158,5 @@ class Scheduler:
         """
         if not (count or (self._policy.fair and decodes)):
             return MOST_ROWS
-        crowded = 4 * count >= 3 * self._num_slots and 2 * count * width <= FULL_ROWS
+        crowded = 4 * count >= 3 * self._num_state_rows and 2 * count * width <= FULL_ROWS
         return rows_beside(count * width, patient=not (self._policy.fair or crowded))

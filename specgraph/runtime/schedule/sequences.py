@@ -12,7 +12,7 @@ from specgraph.runtime.schedule.prefill import PendingPrompt
 
 
 class Phase(enum.Enum):
-    """How far a sequence is: in the queue, then in a slot while its prompt runs, then decoding, then ended."""
+    """How far a sequence is: in the queue, then in a state row while its prompt runs, then decoding, then ended."""
 
     WAITING = enum.auto()
     PREFILL = enum.auto()
@@ -22,7 +22,7 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False)
 class ActiveSequence:
-    """A sequence of an engine. It has a slot, pages and a pending prompt as soon as it no longer waits.
+    """A sequence of an engine. It has a state row, pages and a pending prompt as soon as it no longer waits.
 
     Attributes:
         tokens_left: the most tokens that may be missing when the steps under way are done.
@@ -32,7 +32,7 @@ class ActiveSequence:
     number: int
     request: Request
     phase: Phase = Phase.WAITING
-    slot: int = -1
+    state_row: int = -1
     reserved: Reservation = field(default_factory=Reservation)
     new_tokens: list[int] = field(default_factory=list)
     tokens_left: int = 0

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
 from specgraph.kernels.state import buffers_of
-from specgraph.runtime.memory.slots import Admission, SlotInitializer
+from specgraph.runtime.memory.state_rows import Admission, StateRowInitializer
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.requests.sampling import Sampling
 from tests.decoding import compiled
@@ -55,8 +55,8 @@ def equal(program: Program, a: State, b: State) -> bool:
 
 def test_together_or_one_after_the_other_is_the_same(program: Program) -> None:
     together, alone = used(program), used(program)
-    SlotInitializer(program, together).admit(NEW)
-    entrance = SlotInitializer(program, alone)
+    StateRowInitializer(program, together).admit(NEW)
+    entrance = StateRowInitializer(program, alone)
     for new in NEW:
         entrance.admit([new])
     assert equal(program, together, alone) and not equal(program, together, used(program))
@@ -65,8 +65,8 @@ def test_together_or_one_after_the_other_is_the_same(program: Program) -> None:
 @pytest.mark.parametrize("count", [3, 4, 5])
 def test_a_block_for_more_sequences_begins_the_same_ones(program: Program, count: int) -> None:
     wanted, state = used(program), used(program)
-    SlotInitializer(program, wanted).admit(NEW)
-    entrance = SlotInitializer(program, state)
+    StateRowInitializer(program, wanted).admit(NEW)
+    entrance = StateRowInitializer(program, state)
     entrance.block(NEW[::-1], count)  # what an earlier call has said is not said again
     block = entrance.block(NEW, count).clone()
     for _ in range(2):
@@ -77,13 +77,13 @@ def test_a_block_for_more_sequences_begins_the_same_ones(program: Program, count
 
 def test_other_rows_keep_what_they_have(program: Program) -> None:
     state = used(program)
-    SlotInitializer(program, state).admit(NEW)
+    StateRowInitializer(program, state).admit(NEW)
     assert all(bool((there[[2, 4]] == 1).all()) for there in own_tensors(program, state))
 
 
 def test_a_row_that_was_used_is_as_good_as_a_fresh_one(program: Program) -> None:
     fresh, state = allocate(program, SIZES, torch.device("cpu")), used(program)
-    SlotInitializer(program, fresh).admit(NEW)
-    SlotInitializer(program, state).admit(NEW)
+    StateRowInitializer(program, fresh).admit(NEW)
+    StateRowInitializer(program, state).admit(NEW)
     for a, b in zip(own_tensors(program, fresh), own_tensors(program, state), strict=True):
         assert torch.equal(a[[3, 0, 1]], b[[3, 0, 1]])

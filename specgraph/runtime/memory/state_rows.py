@@ -40,19 +40,19 @@ def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> StateS
 
 
 class Admission(NamedTuple):
-    """A sequence that begins in ``row``, with these pages. The first ``begin`` tokens of its prompt are in them.
+    """A sequence that begins in ``state_row``, with these pages. The first ``begin`` tokens of its prompt are in them.
 
     ``snapshot`` is the one with the state of the target's recurrent layers behind these tokens.
     """
 
-    row: int
+    state_row: int
     request: Request
     pages: Sequence[int]
     begin: int = 0
     snapshot: int | None = None
 
 
-class SlotInitializer:
+class StateRowInitializer:
     """Begins sequences in rows of a state, whatever was there: everything is reset, then set as their requests say.
 
     What requests say is one block of bytes, so that one copy takes it to the device. What puts it in its places,
@@ -86,7 +86,7 @@ class SlotInitializer:
             block = torch.zeros(sum(self._sizes(count)), dtype=torch.uint8, device="cpu")
             self._blocks[count] = block, [part.view(count, -1).numpy() for part in self._parts(block, count)]
         block, (rows, *tables) = self._blocks[count]
-        rows[:, 0] = _to_length([new.row for new in entering], count)
+        rows[:, 0] = _to_length([new.state_row for new in entering], count)
         for table, (name, buffer, _) in zip(tables, self._said, strict=True):
             values = [KNOWN[name](new) for new in entering]
             width = max(map(len, values))
@@ -113,7 +113,7 @@ class SlotInitializer:
             for new in entering:
                 if new.begin:
                     tokens = staged(new.request.prompt[: new.begin].to(history.dtype), history.device)
-                    history[new.row, : new.begin].copy_(tokens, non_blocking=True)
+                    history[new.state_row, : new.begin].copy_(tokens, non_blocking=True)
 
     def _parts(self, block: Tensor, count: int) -> list[Tensor]:
         """The row index int64 ``[count]`` in a block, and behind it the rows ``[count, ...]`` of every buffer."""
