@@ -35,7 +35,7 @@ from specgraph.runtime.outputs.output import GenerateOutput
 from specgraph.runtime.requests.arguments import OWN, PROCESSING, REFUSED, STRUCTURE, asks_for
 from specgraph.runtime.requests.generation_config import check_config
 from specgraph.runtime.requests.host_processors import read_processors
-from specgraph.runtime.requests.processing_options import LOGIT_OPTIONS
+from specgraph.runtime.requests.logit_option_table import LOGIT_OPTIONS
 from specgraph.runtime.requests.stopping import read_criteria, read_stop_strings, stop_criteria
 
 WARPERS: dict[type[LogitsProcessor], str] = {

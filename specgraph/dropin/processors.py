@@ -23,7 +23,7 @@ from transformers.generation import (
     SuppressTokensLogitsProcessor,
 )
 
-from specgraph.runtime.requests.processing_options import LOGIT_OPTIONS
+from specgraph.runtime.requests.logit_option_table import LOGIT_OPTIONS
 
 Options = dict[str, Any]
 

@@ -13,9 +13,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from specgraph import InputError, SpeculativeDecoder
 from specgraph.kernels.processors.ngrams import MOST
 from specgraph.passes.insert_processors import OPTIONS as STATE_OF_THE_PASS
+from specgraph.runtime.requests.logit_option_table import LOGIT_OPTIONS, MOST_NGRAM, OPTION_STATE
 from specgraph.runtime.requests.logit_options import LogitOptions, Sequences
 from specgraph.runtime.requests.processing import Processing
-from specgraph.runtime.requests.processing_options import LOGIT_OPTIONS, MOST_NGRAM, OPTION_STATE
 from tests.decoding import CONFIG, compiled
 from tests.models import VOCAB, ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy

@@ -18,8 +18,8 @@ from specgraph.kernels.step import scatter_state_
 from specgraph.passes.insert_processors import kept_for_processors
 from specgraph.runtime.memory.pages import num_pages
 from specgraph.runtime.memory.sizes import StateSizes
+from specgraph.runtime.requests.logit_option_table import OPTION_STATE
 from specgraph.runtime.requests.processing import Processing
-from specgraph.runtime.requests.processing_options import OPTION_STATE
 from specgraph.runtime.requests.request import Request
 
 _ALIGNMENT = 16

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from specgraph.errors import InputError
-from specgraph.runtime.requests.processing_options import LOGIT_OPTIONS
+from specgraph.runtime.requests.logit_option_table import LOGIT_OPTIONS
 
 OWN = frozenset({
     "input_ids", "attention_mask", "max_new_tokens", "eos_token_id", "temperature", "top_k", "top_p", "min_p", "seed",

@@ -10,8 +10,8 @@ from typing import Any
 from transformers.generation import ForcedEOSTokenLogitsProcessor, LogitsProcessor
 
 from specgraph.errors import InputError, warn_caller
+from specgraph.runtime.requests.logit_option_table import BEGIN, FIRST, LAST, LOGIT_OPTIONS
 from specgraph.runtime.requests.processing import BIASES, Bias, Processing
-from specgraph.runtime.requests.processing_options import BEGIN, FIRST, LAST, LOGIT_OPTIONS
 
 _MINIMUMS = ("min_new_tokens", "min_length")
 WORDS = [name for name, option in LOGIT_OPTIONS.items() if option.state is BIASES and name not in _MINIMUMS]
