@@ -40,6 +40,6 @@ def attend_packed(given: Given, attend: Callable[[Given], Tensor]) -> Tensor:
     if isinstance(given, RotaryAttention):
         new |= {name: grid(getattr(given, name)) for name in ("cos", "sin")}
     out = attend(dataclasses.replace(given, **new, cu_seqlens=None))
-    room = torch.empty(given.q.shape[2], device=starts.device)
-    _, source = packed_places_reference(PackedPlaces(counts, room, width, 0))
+    capacity = torch.empty(given.q.shape[2], device=starts.device)
+    _, source = packed_places_reference(PackedPlaces(counts, capacity, width, 0))
     return pack_rows_reference(PackRows(out, source, 0))

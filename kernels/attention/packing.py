@@ -37,7 +37,7 @@ class PackedPlaces:
     """Where packed rows lie: ``cu_seqlens`` and ``source``, see :func:`packed_places`."""
 
     num_rows: Tensor
-    room: Tensor
+    capacity: Tensor
     width: int
     extra: int
 
@@ -75,16 +75,16 @@ class TakePackedRows:
     width: int | None = None
 
 
-def packed_places(num_rows: Tensor, room: Tensor, grid: Tensor, extra: int = 0) -> tuple[Tensor, Tensor]:
+def packed_places(num_rows: Tensor, capacity: Tensor, grid: Tensor, extra: int = 0) -> tuple[Tensor, Tensor]:
     """Where the real rows of a grid lie when they are packed: ``cu_seqlens`` ``[B + 2]`` and ``source`` ``[R]``.
 
     Args:
         num_rows: int64 ``[B]``, the real rows of each sequence.
-        room: ``[R]``; its length is the number of packed rows that there is room for. Rows beyond it are left out.
+        capacity: ``[R]``; its length is the number of packed rows that there is room for. Rows beyond it are left out.
         grid: ``[B, W, ...]``, any values of the grid, which give its width.
         extra: the room for further rows of every sequence, so that there is room for ``R + B * extra`` in all.
     """
-    cu_seqlens, source = torch.ops.specgraph.packed_places(num_rows, room, grid.shape[1], extra)
+    cu_seqlens, source = torch.ops.specgraph.packed_places(num_rows, capacity, grid.shape[1], extra)
     return cu_seqlens, source
 
 
@@ -108,10 +108,10 @@ def needed_packed_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor, num_for
 def packed_places_reference(given: PackedPlaces) -> tuple[Tensor, Tensor]:
     """:class:`PackedPlaces` in plain PyTorch."""
     counts, width = given.num_rows.clamp(0, given.width), given.width
-    room = _room(given)
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 1)).clamp_max(room)
-    starts[-1] = room
-    row = torch.arange(room, device=starts.device)
+    capacity = _capacity(given)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 1)).clamp_max(capacity)
+    starts[-1] = capacity
+    row = torch.arange(capacity, device=starts.device)
     sequence = torch.searchsorted(starts[1:-1].contiguous(), row, right=True)
     place = sequence * width + row - starts[sequence]
     return starts, torch.where(sequence < len(counts), place, -1)
@@ -141,9 +141,9 @@ def take_packed_rows_reference(given: TakePackedRows) -> Tensor:
     return given.values[0][place]
 
 
-@triton.jit(do_not_specialize=["batch", "width", "room"])
+@triton.jit(do_not_specialize=["batch", "width", "capacity"])
 def _packed_places_kernel(
-    cu_seqlens, source, num_rows, batch, width, room,
+    cu_seqlens, source, num_rows, batch, width, capacity,
     SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """Where up to ``BLOCK`` rows of one sequence lie, or of the padding. The grid is (B + 1, blocks of rows)."""
@@ -153,9 +153,9 @@ def _packed_places_kernel(
     lane = tl.arange(0, SEQUENCES)
     counts = tl.load(num_rows + lane, mask=lane < batch, other=0)
     counts = tl.minimum(tl.maximum(counts, 0), width)
-    begin = tl.minimum(tl.sum(tl.where(lane < b, counts, 0), 0), room)
-    end = tl.minimum(tl.sum(tl.where(lane <= b, counts, 0), 0), room)
-    end = tl.where(b == batch, room, end)
+    begin = tl.minimum(tl.sum(tl.where(lane < b, counts, 0), 0), capacity)
+    end = tl.minimum(tl.sum(tl.where(lane <= b, counts, 0), 0), capacity)
+    end = tl.where(b == batch, capacity, end)
     gdc_launch_dependents(PDL)
     if tl.program_id(1) == 0:
         tl.store(cu_seqlens + b, begin)
@@ -193,16 +193,16 @@ def _unpack_rows_kernel(grid, values, cu_seqlens, width, size, BLOCK: tl.constex
     tl.store(grid + tl.program_id(0).to(tl.int64) * size + column, value, mask=column < size)
 
 
-@triton.jit(do_not_specialize=["count", "latest", "room", "size"])
+@triton.jit(do_not_specialize=["count", "latest", "capacity", "size"])
 def _take_packed_rows_kernel(
-    taken, values, cu_seqlens, first, count, latest, room, size, BLOCK: tl.constexpr, PDL: tl.constexpr
+    taken, values, cu_seqlens, first, count, latest, capacity, size, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """Copy a part of one row. The grid is (B * count, blocks of elements)."""
     gdc_wait(PDL)
     # ---- taken[b, r] = values[cu_seqlens[b] + min(first[b], latest) + r]; columns are elements: [BLOCK]
     b, r = tl.program_id(0) // count, tl.program_id(0) % count
     row = tl.maximum(tl.minimum(tl.load(first + b), latest) + r, 0)
-    place = tl.minimum(tl.load(cu_seqlens + b) + row, room - 1)
+    place = tl.minimum(tl.load(cu_seqlens + b) + row, capacity - 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + place * size + column, mask=column < size)
     gdc_launch_dependents(PDL)
@@ -237,9 +237,9 @@ def unpack_rows_triton(given: UnpackRows) -> Tensor:
 
 def take_packed_rows_triton(given: TakePackedRows) -> Tensor:
     """:class:`TakePackedRows` in one kernel."""
-    taken, room = _take_packed_rows_fake(given), given.values.shape[1]
-    latest = room if given.width is None else given.width - given.count
-    places = (given.cu_seqlens, given.first.contiguous(), given.count, latest, room)
+    taken, capacity = _take_packed_rows_fake(given), given.values.shape[1]
+    latest = capacity if given.width is None else given.width - given.count
+    places = (given.cu_seqlens, given.first.contiguous(), given.count, latest, capacity)
     _copy_rows(_take_packed_rows_kernel, taken, given.values, *places)
     return taken
 
@@ -254,14 +254,14 @@ def _copy_rows(kernel: Any, result: Tensor, values: Tensor, *places: Tensor | in
     )
 
 
-def _room(given: PackedPlaces) -> int:
-    return given.room.shape[0] + given.num_rows.shape[0] * given.extra
+def _capacity(given: PackedPlaces) -> int:
+    return given.capacity.shape[0] + given.num_rows.shape[0] * given.extra
 
 
 def _packed_places_fake(given: PackedPlaces) -> tuple[Tensor, Tensor]:
-    num_rows, room = given.num_rows, given.room
-    require(num_rows.dim() == 1 and room.dim() == 1, lambda: "num_rows must be [B], room [R]")
-    return num_rows.new_empty(num_rows.shape[0] + 2), num_rows.new_empty(_room(given))
+    num_rows, capacity = given.num_rows, given.capacity
+    require(num_rows.dim() == 1 and capacity.dim() == 1, lambda: "num_rows must be [B], capacity [R]")
+    return num_rows.new_empty(num_rows.shape[0] + 2), num_rows.new_empty(_capacity(given))
 
 
 def _pack_rows_fake(given: PackRows) -> Tensor:

@@ -10,8 +10,8 @@ Rows influence each other only through ops that read the cache, and these know t
 A module in which another op reads pages, or that calls a function of somebody's own, runs the grid as before. So does
 one whose rows are not known to be a few more than those of the window at most. The report says which, and why.
 
-The decoder applies this pass to steps that run prompts. ``room`` is a further input of such a step: its length is the
-number of rows that all sequences may have together.
+The decoder applies this pass to steps that run prompts. ``capacity`` is a further input of such a step: its length is
+the number of rows that all sequences may have together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from specgraph.specialise.index_rows import gathered
 
 SUFFIX = "_packed"
 """What the name of a module that runs packed rows has more than that of the one that runs a grid."""
-ROOM = "room"
+CAPACITY = "capacity"
 """The input ``[R]`` that says how many packed rows there is room for."""
 COUNTING = (step.finalize_step, step.expand_draft_inputs, step.rerun)
 """Functions that say how many rows of a grid are real: those that a step has accepted, which are no more than the real
@@ -57,7 +57,7 @@ class PackRows(Pass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; modules that run packed rows are added beside those that run a grid."""
-        program.placeholder(ROOM, per_call("R"))
+        program.placeholder(CAPACITY, per_call("R"))
         try:
             propagate(program, inside=False)
         except VerificationError as error:
@@ -81,7 +81,7 @@ class PackRows(Pass):
 
 def _pack_calls(program: Program, refused: Mapping[str, str]) -> PassResult:
     """Pack the rows of all calls but those of modules that are ``refused``, each with its reason."""
-    packer, found, misses = _Packer(program, program.input(ROOM)), 0, []
+    packer, found, misses = _Packer(program, program.input(CAPACITY)), 0, []
     for call in list(program.graph.find_nodes(op="call_module")):
         try:
             if call.target in refused:
@@ -120,7 +120,7 @@ class _Packer:
     """
 
     program: Program
-    room: fx.Node
+    capacity: fx.Node
     packings: dict[tuple[int, fx.Node], _Packing] = field(default_factory=dict)
     packed: dict[tuple[fx.Node, _Packing], fx.Node] = field(default_factory=dict)
     homes: dict[fx.Node, _Packing] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class _Packer:
     def _places(self, counts: fx.Node, grid: fx.Node, extra: int, call: fx.Node) -> _Packing:
         with self.program.graph.inserting_before(call):
             options: dict[str, Any] = {"extra": extra} if extra else {}
-            places = self.program.call(step.packed_places, counts, self.room, grid, name="places", **options)
+            places = self.program.call(step.packed_places, counts, self.capacity, grid, name="places", **options)
             starts = self.program.call(operator.getitem, places, 0, name="cu_seqlens")
             source = self.program.call(operator.getitem, places, 1, name="source")
         return _Packing(grid, starts, source)

@@ -18,7 +18,7 @@ from specgraph.kernels import step
 from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.pipeline import apply
 from specgraph.specialise.index_rows import IndexRows
-from specgraph.specialise.pack_rows import ROOM, PackRows, extra_columns
+from specgraph.specialise.pack_rows import CAPACITY, PackRows, extra_columns
 from tests.compiler.test_pipeline import body
 from tests.drafters.test_matrix import DRAFTERS, VOCAB, decoder, heads_exported_once
 from tests.passes.test_insert_processors import built
@@ -41,7 +41,7 @@ def test_the_target_runs_packed_rows_and_only_needed_ones_are_taken_from_them() 
         line for line in body(program) if any(word in line for word in ("pack", "cu_seqlens", "places", "lm_head"))
     ]
     assert lines == [
-        "cu_seqlens, source = packed_places(gathered_num_rows, room, window)",
+        "cu_seqlens, source = packed_places(gathered_num_rows, capacity, window)",
         "packed_window = pack_rows(window, source)",
         "packed_positions = pack_rows(positions, source)",
         "packed_slots = pack_rows(slots, source, fill=-1)",
@@ -73,14 +73,16 @@ def test_a_grid_is_told_by_its_columns() -> None:
     assert 1 in extras.values()
 
 
-def outcome(program: Program, state: dict[str, Any], window: Tensor, room: int | None) -> tuple[Any, dict[str, Any]]:
+def outcome(
+    program: Program, state: dict[str, Any], window: Tensor, capacity: int | None
+) -> tuple[Any, dict[str, Any]]:
     """What a step gives for active sequences, and the state behind it."""
-    own = {name: _clone(value) for name, value in state.items() if room is not None or name != ROOM}
-    if room is not None:
-        own[ROOM] = torch.empty(room, dtype=torch.int64)
+    own = {name: _clone(value) for name, value in state.items() if capacity is not None or name != CAPACITY}
+    if capacity is not None:
+        own[CAPACITY] = torch.empty(capacity, dtype=torch.int64)
     with torch.no_grad():
         results = program.step()(window=window, **own)
-    own.pop(ROOM, None)
+    own.pop(CAPACITY, None)
     return [part for part in results if isinstance(part, Tensor)], own
 
 
@@ -196,7 +198,7 @@ def test_where_shapes_are_not_known_every_module_runs_the_grid() -> None:
     report, after = apply(PackRows(), program)
     (miss,) = report.result.near_misses
     assert re.search("its shapes are not known: .* in place without saying so", miss.reason)
-    assert ROOM in after.inputs and "target" in after.modules
+    assert CAPACITY in after.inputs and "target" in after.modules
 
 
 def test_rows_that_are_counted_by_an_unknown_function_run_as_a_grid() -> None:

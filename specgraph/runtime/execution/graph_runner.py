@@ -88,8 +88,8 @@ class GraphRunner(Runner):
         """A step, or its first half, whose results are kept."""
         rows, window = read(self, given)
         if not isinstance(self._step, PausedStep):
-            return self._call(rows, window, room=shape.room)
-        values = self._step.begin(**self._given(rows, window, shape.room))
+            return self._call(rows, window, capacity=shape.capacity)
+        values = self._step.begin(**self._given(rows, window, shape.capacity))
         self.space.paused[shape] = PausedValues(rows, window, values)
         return values["for_host"]
 
@@ -97,7 +97,7 @@ class GraphRunner(Runner):
         """The second half of a step, over what its first half has left."""
         assert isinstance(self._step, PausedStep), "only a step that pauses has halves"
         rows, window, values = self.space.paused[shape._replace(half=1)]
-        return self._pack(self._step.finish(values, **self._given(rows, window, shape.room)), rows)
+        return self._pack(self._step.finish(values, **self._given(rows, window, shape.capacity)), rows)
 
     def _load(self, block: Tensor) -> tuple[Tensor, Tensor]:
         return load_block(self.state, block)

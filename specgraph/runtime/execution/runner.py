@@ -29,7 +29,7 @@ from specgraph.runtime.memory.state_rows import uploaded
 from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
-from specgraph.specialise.pack_rows import ROOM
+from specgraph.specialise.pack_rows import CAPACITY
 from specgraph.specialise.pause_step import PausedStep
 
 
@@ -94,10 +94,10 @@ class Runner:
         """What a variant of the step returns that is run as it is, whatever is captured."""
         return step(**self._given(rows, window))
 
-    def _given(self, rows: Tensor, window: Tensor, room: int | None = None) -> dict[str, Any]:
+    def _given(self, rows: Tensor, window: Tensor, capacity: int | None = None) -> dict[str, Any]:
         """All inputs of a step."""
         given = {"window": window, **self.state, ROWS: rows}
-        return given if room is None else given | {ROOM: window.new_empty(room)}
+        return given if capacity is None else given | {CAPACITY: window.new_empty(capacity)}
 
     def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
         """A step of the sequences ``rows``, over the windows that their last steps have laid out."""
@@ -138,10 +138,10 @@ class Runner:
         (window,) = gather_state(rows, [self.state["next_window"]], [0])
         return window[:, : self.width].contiguous()
 
-    def _call(self, rows: Tensor, window: Tensor, pause: Pause | None = None, room: int | None = None) -> Tensor:
-        """Run the step, and pack what it returns. ``room`` is the number of packed rows, if it runs these."""
+    def _call(self, rows: Tensor, window: Tensor, pause: Pause | None = None, capacity: int | None = None) -> Tensor:
+        """Run the step, and pack what it returns. ``capacity`` is the number of packed rows, if it runs these."""
         assert self._step is not None, "Runner.use comes first"
-        given = self._given(rows, window, room)
+        given = self._given(rows, window, capacity)
         if not isinstance(self._step, PausedStep):
             return self._pack(self._step(**given), rows)
         values = self._step.begin(**given)

@@ -41,14 +41,14 @@ class Shape(NamedTuple):
         mode: the variant of the step.
         entries: those of its row index, so the most sequences that it runs.
         width: the columns of its windows, if it runs prompts; None for a decode step, whose windows are in the state.
-        room: how many rows all sequences have together, if it runs prompts.
+        capacity: how many rows all sequences have together, if it runs prompts.
         half: 2 for what comes behind the pause of a step, which is a graph of its own.
     """
 
     mode: Mode
     entries: int
     width: int | None = None
-    room: int | None = None
+    capacity: int | None = None
     half: int = 1
 
     def idle_input(self) -> Tensor:
@@ -137,7 +137,7 @@ class Workspace(StateMemory):
     def describe(self) -> str:
         """Which steps are captured, and the memory that their graphs share."""
         decode = sorted({shape.entries for shape in self.shapes if shape.width is None})
-        prompts = sorted({(shape.entries, shape.room) for shape in self.shapes if shape.room is not None})
+        prompts = sorted({(shape.entries, shape.capacity) for shape in self.shapes if shape.capacity is not None})
         return (
             f"captured for {len({shape.mode[:2] for shape in self.shapes})} kinds of request: decode steps of "
             f"{_listed(decode)} sequences; steps with prompts of {_listed(f'{r} rows of {b}' for b, r in prompts)} "

@@ -40,8 +40,8 @@ class InPacks:
         *rows, k_cache, v_cache, slots, table, positions = given
         counts = (slots >= 0).sum(1)
         width = slots.shape[1]
-        room = torch.empty(int(counts.sum()) + SPARE)
-        starts, source = packed_places_reference(PackedPlaces(counts, room, width, 0))
+        capacity = torch.empty(int(counts.sum()) + SPARE)
+        starts, source = packed_places_reference(PackedPlaces(counts, capacity, width, 0))
         self.starts = starts
 
         def pack(values: Tensor, fill: int = 0) -> Tensor:

@@ -13,20 +13,20 @@ COUNTS = ([3], [0, 4, 1], [4, 4], [0, 0, 0], [2, 0, 9, 4, 0])
 WIDTH = 4
 
 
-def packed_by_hand(grid: Tensor, counts: list[int], room: int, fill: int) -> Tensor:
+def packed_by_hand(grid: Tensor, counts: list[int], capacity: int, fill: int) -> Tensor:
     rows = [grid[b, t] for b, count in enumerate(counts) for t in range(min(count, WIDTH))]
-    return torch.stack(rows + [torch.full_like(grid[0, 0], fill)] * (room - len(rows))).unsqueeze(0)
+    return torch.stack(rows + [torch.full_like(grid[0, 0], fill)] * (capacity - len(rows))).unsqueeze(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_real_rows_stand_one_behind_the_other(counts: list[int], dtype: torch.dtype) -> None:
     grid = (torch.arange(len(counts) * WIDTH * 5).view(len(counts), WIDTH, 5) + 1).to(dtype)
-    room = sum(min(count, WIDTH) for count in counts) + 3
-    starts, source = step.packed_places(ids(*counts), torch.empty(room), grid)
+    capacity = sum(min(count, WIDTH) for count in counts) + 3
+    starts, source = step.packed_places(ids(*counts), torch.empty(capacity), grid)
     packed = step.pack_rows(grid, source, fill=-1)
-    same(packed, packed_by_hand(grid, counts, room, -1))
-    assert starts.tolist()[-1] == room and starts.tolist()[0] == 0
+    same(packed, packed_by_hand(grid, counts, capacity, -1))
+    assert starts.tolist()[-1] == capacity and starts.tolist()[0] == 0
     back = step.unpack_rows(packed, starts, grid)
     for b, count in enumerate(counts):
         assert torch.equal(back[b, :count], grid[b, :count]) and not back[b, count:].any()
@@ -66,8 +66,8 @@ def test_rows_without_room_are_left_out() -> None:
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("spare", [0, 1, 1500])
 def test_packing_in_triton(counts: list[int], spare: int) -> None:
-    room = max(1, sum(min(count, WIDTH) for count in counts) + spare)
-    given = ids(*counts), torch.empty(room), WIDTH, 1
+    capacity = max(1, sum(min(count, WIDTH) for count in counts) + spare)
+    given = ids(*counts), torch.empty(capacity), WIDTH, 1
     same(TRITON["packed_places"](*there(given)), REFERENCE["packed_places"](*given))
 
 
