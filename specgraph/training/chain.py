@@ -43,7 +43,7 @@ class StepOutput(NamedTuple):
     accepted: Tensor | None = None
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Some rows of one step: their indices ``rows`` ``[R]`` into ``B * S``, what the head's projection reads of them
     ``[R, H]``, and ``theirs`` ``[R, Ht]``, what the target's reads to predict the same tokens."""
 
@@ -57,14 +57,14 @@ class ChainLoss(nn.Module):
     """A head together with its loss, as the module that the optimiser trains.
 
     Attributes:
-        piece: the most logits that the loss computes at once. At 2^27, a tensor of them takes 512 MB in float32, and
-            the loss needs about six of these.
+        chunk_size: the most logits that the loss computes at once. At 2^27, a tensor of them takes 512 MB in float32,
+            and the loss needs about six of these.
     """
 
-    def __init__(self, head: DraftHead, steps: int, overlap: float = 0.0, piece: int = 1 << 27) -> None:
+    def __init__(self, head: DraftHead, steps: int, overlap: float = 0.0, chunk_size: int = 1 << 27) -> None:
         """``overlap`` is the share of the loss that is the probability of a rejection, see :class:`ChainConfig`."""
         super().__init__()
-        self.overlap, self.piece = overlap, piece
+        self.overlap, self.chunk_size = overlap, chunk_size
         self.head: Any = head.module
         self.steps = steps
         self.mask_token_id = head.mask_token_id
@@ -78,51 +78,51 @@ class ChainLoss(nn.Module):
             lesson: the target's hidden states for these tokens, and its projection.
             rows: for every step, the indices (int64) of those of the ``B * S`` rows whose predictions count.
         """
-        return torch.stack([self._loss(pieces, lesson) for pieces in self.steps_of(tokens, lesson, rows)])
+        return torch.stack([self._loss(chunks, lesson) for chunks in self.steps_of(tokens, lesson, rows)])
 
-    def _loss(self, pieces: Sequence[Piece], lesson: Lesson) -> Tensor:
-        """The loss of one step. With several pieces, their logits are computed again in the backward pass, so that
-        those of one piece are kept at a time."""
-        again = len(pieces) > 1 and torch.is_grad_enabled()
+    def _loss(self, chunks: Sequence[Chunk], lesson: Lesson) -> Tensor:
+        """The loss of one step. With several chunks, their logits are computed again in the backward pass, so that
+        those of one chunk are kept at a time."""
+        again = len(chunks) > 1 and torch.is_grad_enabled()
         parts = [
-            checkpoint(self._sums, piece, lesson, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self._sums, chunk, lesson, use_reentrant=False, preserve_rng_state=False)
             if again
-            else self._sums(piece, lesson)
-            for piece in pieces
+            else self._sums(chunk, lesson)
+            for chunk in chunks
         ]
         nats, counted, rejected, estimated = torch.stack(parts).sum(0) if parts else lesson.hidden.new_zeros(4)
-        total = max(1, sum(len(piece.read) for piece in pieces))
+        total = max(1, sum(len(chunk.read) for chunk in chunks))
         loss = nats / counted.clamp_min(1)
         return (1 - self.overlap) * loss + self.overlap * rejected / total + estimated / total
 
-    def _sums(self, piece: Piece, lesson: Lesson) -> Tensor:
-        """Sums over the rows of a piece, float32 or float64 ``[4]``: the cross-entropy, the rows that count for it, the
+    def _sums(self, chunk: Chunk, lesson: Lesson) -> Tensor:
+        """Sums over the rows of a chunk, float32 or float64 ``[4]``: the cross-entropy, the rows that count for it, the
         probability of a rejection, and the loss of the estimates."""
-        out = self.output(piece, lesson)
+        out = self.output(chunk, lesson)
         nats, counted = summed_loss(out)
         rejected = nats.new_zeros(()) if out.accepted is None else (1 - out.accepted).sum()
-        return torch.stack([nats, counted.to(nats), rejected, estimate_loss(out) * len(piece.read)])
+        return torch.stack([nats, counted.to(nats), rejected, estimate_loss(out) * len(chunk.read)])
 
-    def steps_of(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Iterator[list[Piece]]:
-        """The rows of every step in pieces, step by step. The arguments are those of forward."""
+    def steps_of(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Iterator[list[Chunk]]:
+        """The rows of every step in chunks, step by step. The arguments are those of forward."""
         theirs = lesson.hidden.flatten(0, 1)
         dtype = next(parameter.dtype for parameter in self.parameters() if parameter.requires_grad)
         features = tuple(feature.to(dtype) for feature in lesson.features)
         drafts = self.head.unroll(tokens, features, self.steps, self.mask_token_id, rows)
         for index, (hidden, chosen) in enumerate(zip(drafts, rows, strict=True)):
-            pieces = torch.split(chosen, max(1, self.piece // lesson.vocab_size))
+            chunks = torch.split(chosen, max(1, self.chunk_size // lesson.vocab_size))
             flat = hidden.flatten(0, 1)
-            yield [Piece(index, some, flat[some], theirs[some + 1 + index]) for some in pieces]
+            yield [Chunk(index, some, flat[some], theirs[some + 1 + index]) for some in chunks]
 
-    def output(self, piece: Piece, lesson: Lesson) -> StepOutput:
-        """The logits of the head and of the target at the rows of a piece."""
+    def output(self, chunk: Chunk, lesson: Lesson) -> StepOutput:
+        """The logits of the head and of the target at the rows of a chunk."""
         vocabulary = self.head.draft_to_target
         estimate = getattr(self.head, "step_estimates", lambda rows: None)  # of heads that estimate
-        logits, estimates = self.head.step_logits(piece.read, piece.step), estimate(piece.read)
-        wanted = lesson.project(piece.theirs)
+        logits, estimates = self.head.step_logits(chunk.read, chunk.step), estimate(chunk.read)
+        wanted = lesson.project(chunk.theirs)
         learned = estimates is not None or self.overlap > 0
         accepted = acceptance(logits, wanted, vocabulary) if learned else None
-        counts = torch.ones_like(piece.rows, dtype=torch.bool)
+        counts = torch.ones_like(chunk.rows, dtype=torch.bool)
         if isinstance(vocabulary, Tensor):
             counts = torch.isin(wanted.argmax(-1), vocabulary)
             wanted = wanted[:, vocabulary]

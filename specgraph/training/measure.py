@@ -109,13 +109,13 @@ def _hits(
     hits, losses = torch.zeros(cfg.steps, tokens.numel(), device=tokens.device), []
     vocabulary = trained.head.draft_to_target
     with autocast():
-        for step, pieces in enumerate(trained.steps_of(tokens, lesson, rows)):
+        for step, chunks in enumerate(trained.steps_of(tokens, lesson, rows)):
             nats = counted = torch.zeros((), device=tokens.device)
-            for piece in pieces:
-                out = trained.output(piece, lesson)
+            for chunk in chunks:
+                out = trained.output(chunk, lesson)
                 drafted = out.logits.argmax(-1)
                 drafted = vocabulary[drafted] if isinstance(vocabulary, Tensor) else drafted
-                hits[step, piece.rows] = (drafted == tokens.flatten()[piece.rows + 2 + step]).float()
+                hits[step, chunk.rows] = (drafted == tokens.flatten()[chunk.rows + 2 + step]).float()
                 summed, rows_counted = summed_loss(out)
                 nats, counted = nats + summed, counted + rows_counted
             losses.append((nats / counted.clamp_min(1)).float())

@@ -156,7 +156,7 @@ def test_loss_equals_a_naive_one(
 
     batch = collate(TEXTS, pad_id=1, question_weight=0.0)
     rows = counted_rows(batch.weights, ChainConfig(steps=STEPS))
-    loss = ChainLoss(head, STEPS, piece=rows_at_once * exact.config.vocab_size)
+    loss = ChainLoss(head, STEPS, chunk_size=rows_at_once * exact.config.vocab_size)
     actual = loss(batch.tokens, teacher(exact, head.features)(batch.tokens), rows)
     torch.testing.assert_close(actual, means, rtol=1e-6, atol=0)
     for ours, theirs in zip(torch.autograd.grad(actual.sum(), trained(head.module)), wanted, strict=True):
