@@ -46,7 +46,7 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
     """Compare every hidden state of a traced model with the forward pass of ``model`` itself, on random tokens.
 
     The traced model runs in chunks of different lengths with a paged cache, and ``model`` without a cache. The chunks
-    include a single row, and together they are longer than two pages, a piece of the attention kernels and, up to
+    include a single row, and together they are longer than two pages, a KV split of attention and, up to
     ``debug.self_check_tokens``, every sliding window.
 
     Returns a line for the report.

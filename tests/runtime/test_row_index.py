@@ -112,8 +112,8 @@ def test_wide_steps_run_pending_prompts_and_decode_steps_sequences_that_go_on(mo
     assert sum(chunk.num_tokens for chunk in watched.chunks) == sum(map(len, PROMPTS))
     beside = [chunk.state_rows[len(chunk.forced) :] for chunk in watched.chunks]
     for chunk, decoding in zip(watched.chunks, beside, strict=True):
-        assert bool((chunk.block[: len(chunk.forced), 1] > 0).all())
-        assert chunk.block[len(chunk.forced) :, 1].tolist() == [LAID_OUT] * len(decoding)
+        assert bool((chunk.inputs[: len(chunk.forced), 1] > 0).all())
+        assert chunk.inputs[len(chunk.forced) :, 1].tolist() == [LAID_OUT] * len(decoding)
         assert {*decoding}.isdisjoint(chunk.state_rows[: len(chunk.forced)])
     assert beside[0] == [] and any(beside) and [0, 1, 2, 3] in watched.decoded
     assert [sum(row in rows for rows in (*beside, *watched.decoded)) for row in range(4)] == [5] * 4
@@ -132,7 +132,7 @@ def test_a_long_prompt_does_not_make_short_ones_run_its_padding() -> None:
     for row, prompt in enumerate(ragged_prompts((2,) * 9 + (64,))):
         prefill.add(row, prompt)
     while prefill.pending():
-        shapes.append(tuple(prefill.chunk(32).block.shape))
+        shapes.append(tuple(prefill.chunk(32).inputs.shape))
     # Windows of 31 rows and the token behind them, then of the whole rest.
     assert shapes == [(1, 3 + 32), (1, 3 + 32), (10, 3 + 2)]
 

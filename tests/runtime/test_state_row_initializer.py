@@ -63,14 +63,14 @@ def test_together_or_one_after_the_other_is_the_same(program: Program) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 4, 5])
-def test_a_block_for_more_sequences_begins_the_same_ones(program: Program, count: int) -> None:
+def test_values_for_more_sequences_begin_the_same_ones(program: Program, count: int) -> None:
     wanted, state = used(program), used(program)
     StateRowInitializer(program, wanted).admit(NEW)
     entrance = StateRowInitializer(program, state)
-    entrance.block(NEW[::-1], count)  # what an earlier call has said is not said again
-    block = entrance.block(NEW, count).clone()
+    entrance.values(NEW[::-1], count)  # what an earlier call has said is not said again
+    values = entrance.values(NEW, count).clone()
     for _ in range(2):
-        assert entrance.load(block, count).tolist() == [3, 0, 1, 1, 1][:count]
+        assert entrance.load(values, count).tolist() == [3, 0, 1, 1, 1][:count]
     entrance.write_tokens(NEW)
     assert equal(program, wanted, state)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specgraph.runtime.execution.inputs import load_block, padded_block
+from specgraph.runtime.execution.inputs import load_inputs, padded_inputs
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
 from specgraph.runtime.execution.runner import Runner
@@ -38,12 +38,12 @@ class GraphRunner(Runner):
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """Replay a graph of the next larger shape."""
         count = entries(len(chunk.state_rows), self.space.sizes.rows)
-        width = captured_width(chunk.block.shape[1] - 3, count)
+        width = captured_width(chunk.inputs.shape[1] - 3, count)
         rows = padded_rows(chunk.num_rows, joint=len(chunk.state_rows) > len(chunk.forced))
         shape = Shape(self._mode, count, width, rows)
         first, second = self._graphs(shape, GraphRunner._load, pause)
-        block = padded_block(chunk.block, count, width)
-        first.given.copy_(staged(block, first.given.device), non_blocking=True)
+        inputs = padded_inputs(chunk.inputs, count, width)
+        first.given.copy_(staged(inputs, first.given.device), non_blocking=True)
         return self._replay(shape, first, second, pause)
 
     def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
@@ -99,8 +99,8 @@ class GraphRunner(Runner):
         rows, window, values = self.space.paused[shape._replace(half=1)]
         return self._pack(self._step.finish(values, **self._given(rows, window, shape.capacity)), rows)
 
-    def _load(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        return load_block(self.state, block)
+    def _load(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return load_inputs(self.state, inputs)
 
     def _lay_out(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return rows, self._window(rows)

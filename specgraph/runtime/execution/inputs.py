@@ -12,36 +12,36 @@ from specgraph.runtime.schedule.prefill import LAID_OUT, Chunk
 
 
 def load_chunk(state: State, chunk: Chunk, least: int = 1) -> tuple[Tensor, Tensor]:
-    """Bring a chunk to the device, and :func:`load_block` it.
+    """Bring a chunk to the device, and :func:`load_inputs` it.
 
     There are at least ``least`` entries; those without a sequence are inactive.
     """
     count = max(least, len(chunk.state_rows))
-    block = padded_block(chunk.block, count, chunk.block.shape[1] - 3)
-    return load_block(state, uploaded(block, state["num_rows"].device))
+    inputs = padded_inputs(chunk.inputs, count, chunk.inputs.shape[1] - 3)
+    return load_inputs(state, uploaded(inputs, state["num_rows"].device))
 
 
-def padded_block(block: Tensor, count: int, width: int) -> Tensor:
-    """The block ``[b, 3 + W]`` of a :class:`Chunk` with ``count`` entries and windows of ``width`` columns.
+def padded_inputs(inputs: Tensor, count: int, width: int) -> Tensor:
+    """The inputs ``[b, 3 + W]`` of a :class:`Chunk` with ``count`` entries and windows of ``width`` columns.
 
     What is added is an entry of no sequence (-1), and a token that no row runs (0). No entry at all, ``[0, 3]``, gives
-    a block that names no sequence.
+    inputs that name no sequence.
     """
-    entries, columns = block.shape
-    padded = torch.nn.functional.pad(block, (0, 3 + width - columns, 0, count - entries))
+    entries, columns = inputs.shape
+    padded = torch.nn.functional.pad(inputs, (0, 3 + width - columns, 0, count - entries))
     padded[entries:, 0] = -1
     return padded
 
 
-def load_block(state: State, block: Tensor) -> tuple[Tensor, Tensor]:
+def load_inputs(state: State, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Set the row counts of a chunk's sequences in ``state``, and give what its call brings.
 
-    ``block`` is that of a :class:`Chunk`, on the device. The result is the row index int64 ``[b]`` and the window int64
-    ``[b, W]``. An entry whose row is -1 is no sequence, and sets nothing. For one that decodes, counts and window are
-    what its last step has laid out.
+    ``inputs`` are those of a :class:`Chunk`, on the device. The result is the row index int64 ``[b]`` and the window
+    int64 ``[b, W]``. An entry whose row is -1 is no sequence, and sets nothing. For one that decodes, counts and window
+    are what its last step has laid out.
     """
-    rows, num_rows, num_forced = (column.contiguous() for column in block[:, :3].unbind(1))
-    decodes, given = num_rows == LAID_OUT, block[:, 3:]
+    rows, num_rows, num_forced = (column.contiguous() for column in inputs[:, :3].unbind(1))
+    decodes, given = num_rows == LAID_OUT, inputs[:, 3:]
     chosen = rows.masked_fill(decodes, -1)
     scatter_state_(chosen, [state["num_rows"], state["num_forced"]], [num_rows, num_forced])
     (laid_out,) = gather_state(rows, [state["next_window"]], [0])

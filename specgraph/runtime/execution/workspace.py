@@ -19,7 +19,7 @@ from specgraph.kernels.launch import new_counters
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.kernels.step.results import num_columns
 from specgraph.runtime.execution.cuda_graphs import Pool
-from specgraph.runtime.execution.inputs import padded_block
+from specgraph.runtime.execution.inputs import padded_inputs
 from specgraph.runtime.execution.results import Mailbox, num_traced
 from specgraph.runtime.memory.pages import PagePool
 from specgraph.runtime.memory.sizes import StateSizes, largest
@@ -52,10 +52,10 @@ class Shape(NamedTuple):
     half: int = 1
 
     def idle_input(self) -> Tensor:
-        """An input of that step that names no sequence, on the host: a row index ``[b]`` or a block ``[b, 3 + W]``."""
+        """An input of that step without sequences, on the host: a row index ``[b]``, or a chunk's ``[b, 3 + W]``."""
         if self.width is None:
             return torch.full((self.entries,), -1, dtype=torch.int64, device="cpu")
-        return padded_block(torch.empty(0, 3, dtype=torch.int64, device="cpu"), self.entries, self.width)
+        return padded_inputs(torch.empty(0, 3, dtype=torch.int64, device="cpu"), self.entries, self.width)
 
 
 class PausedValues(NamedTuple):
@@ -122,16 +122,16 @@ class Workspace(StateMemory):
     def _initialize(self, entering: Sequence[Admission]) -> None:
         """Begin sequences by a graph for the next larger number of them."""
         count = entries(len(entering), self.sizes.rows)
-        block = self._initializer.block(entering, count)
+        values = self._initializer.values(entering, count)
         if count not in self._initializers:  # capturing begins them, too, and to do so again changes nothing
-            self._initializers[count] = self._capture(block, lambda given: self._initializer.load(given, count))
+            self._initializers[count] = self._capture(values, lambda given: self._initializer.load(given, count))
         graph = self._initializers[count]
-        graph.given.copy_(staged(block, graph.given.device), non_blocking=True)
+        graph.given.copy_(staged(values, graph.given.device), non_blocking=True)
         graph.replay()
         self._initializer.write_tokens(entering)
 
-    def _capture(self, block: Tensor, function: Callable[[Tensor], Tensor]) -> Captured:
-        given = uploaded(block, self.state["num_rows"].device)
+    def _capture(self, values: Tensor, function: Callable[[Tensor], Tensor]) -> Captured:
+        given = uploaded(values, self.state["num_rows"].device)
         return Captured(*self._pool.capture(lambda: function(given)), given)
 
     def describe(self) -> str:

@@ -23,7 +23,7 @@ from specgraph.runtime.requests.processing import Processing
 from specgraph.runtime.requests.request import Request
 
 _ALIGNMENT = 16
-"""Bytes at whose multiples the parts of a block begin."""
+"""Bytes at whose multiples the parts of a staging buffer begin."""
 
 
 def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> StateSizes:
@@ -55,7 +55,7 @@ class Admission(NamedTuple):
 class StateRowInitializer:
     """Begins sequences in rows of a state, whatever was there: everything is reset, then set as their requests say.
 
-    What requests say is one block of bytes, so that one copy takes it to the device. What puts it in its places,
+    What requests say is one tensor of bytes, so that one copy takes it to the device. What puts it in its places,
     :meth:`load`, looks at nothing on the host, so that it can be captured as a CUDA graph for a number of sequences.
     """
 
@@ -68,24 +68,24 @@ class StateRowInitializer:
         self._others = [there for name, _, there in small if name not in KNOWN]
         self._fresh = [torch.full_like(there, buffer.fill) for name, buffer, there in small if name not in KNOWN]
         self._device = state["start"].device
-        self._blocks: dict[int, tuple[Tensor, list[np.ndarray[Any, Any]]]] = {}
-        """By the number of sequences, a block on the host, and the parts of it as tables."""
+        self._staging: dict[int, tuple[Tensor, list[np.ndarray[Any, Any]]]] = {}
+        """By the number of sequences, a staging buffer on the host, and the parts of it as tables."""
 
     def admit(self, entering: Sequence[Admission]) -> None:
         """Begin these sequences, each in its row."""
-        self.load(uploaded(self.block(entering, len(entering)), self._device), len(entering))
+        self.load(uploaded(self.values(entering, len(entering)), self._device), len(entering))
         self.write_tokens(entering)
 
-    def block(self, entering: Sequence[Admission], count: int) -> Tensor:
+    def values(self, entering: Sequence[Admission], count: int) -> Tensor:
         """What these requests say, for ``count`` sequences, uint8 ``[bytes]`` on the host.
 
         The next call writes over it. If there are fewer, the last is said again: to begin a sequence twice is to begin
         it once.
         """
-        if count not in self._blocks:
-            block = torch.zeros(sum(self._sizes(count)), dtype=torch.uint8, device="cpu")
-            self._blocks[count] = block, [part.view(count, -1).numpy() for part in self._parts(block, count)]
-        block, (rows, *tables) = self._blocks[count]
+        if count not in self._staging:
+            staging = torch.zeros(sum(self._sizes(count)), dtype=torch.uint8, device="cpu")
+            self._staging[count] = staging, [part.view(count, -1).numpy() for part in self._parts(staging, count)]
+        staging, (rows, *tables) = self._staging[count]
         rows[:, 0] = _to_length([new.state_row for new in entering], count)
         for table, (name, buffer, _) in zip(tables, self._said, strict=True):
             values = [KNOWN[name](new) for new in entering]
@@ -94,11 +94,11 @@ class StateRowInitializer:
                 values = [[*own, *[buffer.fill] * (width - len(own))] for own in values]
             table[:, width:] = buffer.fill
             table[:, :width] = _to_length(values, count)
-        return block
+        return staging
 
-    def load(self, block: Tensor, count: int) -> Tensor:
-        """Begin the sequences of a :meth:`block`, which is on the device, and give their rows, int64 ``[count]``."""
-        index, *values = self._parts(block, count)
+    def load(self, staging: Tensor, count: int) -> Tensor:
+        """Begin the sequences of :meth:`values`, which are on the device, and give their rows, int64 ``[count]``."""
+        index, *values = self._parts(staging, count)
         fresh = [default[:count] for default in self._fresh]
         scatter_state_(index, [*(there for _, _, there in self._said), *self._others], [*values, *fresh])
         for buffer, there in self._large:
@@ -115,9 +115,9 @@ class StateRowInitializer:
                     tokens = staged(new.request.prompt[: new.begin].to(history.dtype), history.device)
                     history[new.state_row, : new.begin].copy_(tokens, non_blocking=True)
 
-    def _parts(self, block: Tensor, count: int) -> list[Tensor]:
-        """The row index int64 ``[count]`` in a block, and behind it the rows ``[count, ...]`` of every buffer."""
-        index, *parts = torch.split(block, self._sizes(count))
+    def _parts(self, staging: Tensor, count: int) -> list[Tensor]:
+        """The row index int64 ``[count]`` in a staging buffer, and behind it each input's ``[count, ...]``."""
+        index, *parts = torch.split(staging, self._sizes(count))
         rows = [there for _, _, there in self._said]
         return [
             _part(index, torch.int64, (count,)),

@@ -13,7 +13,7 @@ from torch import Tensor
 from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, num_together
 
 LAID_OUT = -1
-"""The number of rows that a block gives for a sequence that decodes: those that its last step has laid out."""
+"""The number of rows that a chunk gives for a sequence that decodes: those that its last step has laid out."""
 
 
 class Chunk(NamedTuple):
@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
         forced: how many next tokens each of the first is given.
         num_tokens: the number of prompt tokens in it.
         num_rows: the most rows that all of them have together.
-        block: int64 ``[b, 3 + W]``, one line per sequence: its state row, its number of real rows, the number of next
+        inputs: int64 ``[b, 3 + W]``, one line per sequence: its state row, its number of real rows, the number of next
             tokens that it is given, and its window. It is one tensor, so that one copy takes it to the device. A
             sequence that decodes has ``LAID_OUT`` rows.
         reached: the boundaries of prompts at which this window leaves the state of their layers: pairs of a state row
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
     forced: list[int]
     num_tokens: int
     num_rows: int
-    block: Tensor
+    inputs: Tensor
     reached: Sequence[tuple[int, int]] = ()
 
 
@@ -95,16 +95,16 @@ def prompt_window(
     known = [prompt.known(count) for _, prompt, count in parts]
     forced = [len(tokens) - 1 for tokens in known]
     columns = max(columns, *map(len, known))
-    block = np.zeros((len(parts) + len(decoding), 3 + columns), dtype=np.int64)
-    for line, (row, _, count), tokens in zip(block, parts, known, strict=False):
+    inputs = np.zeros((len(parts) + len(decoding), 3 + columns), dtype=np.int64)
+    for line, (row, _, count), tokens in zip(inputs, parts, known, strict=False):
         line[:3] = row, count, len(tokens) - 1
         line[3 : 3 + len(tokens)] = tokens
-    block[len(parts) :, 0] = decoding
-    block[len(parts) :, 1] = LAID_OUT
+    inputs[len(parts) :, 0] = decoding
+    inputs[len(parts) :, 1] = LAID_OUT
     reached = [(row, boundary) for row, prompt, count in parts for boundary in prompt.advance(count)]
     rows, total = [row for row, _, _ in parts], sum(count for _, _, count in parts)
     num_rows = total + width * len(decoding)
-    return Chunk([*rows, *decoding], forced, total, num_rows, torch.from_numpy(block), reached)
+    return Chunk([*rows, *decoding], forced, total, num_rows, torch.from_numpy(inputs), reached)
 
 
 class Prefill:
