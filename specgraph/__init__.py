@@ -16,83 +16,57 @@ if importlib.util.find_spec("specgraph.conf") is None and (_CLONE / "conf" / "co
     __path__.append(str(_CLONE))
 
 if TYPE_CHECKING:
-    from specgraph.compiler.compile import compile_speculative
-    from specgraph.dropin.attach import attach, custom_generate, detach
-    from specgraph.dump import load_stage as load_dump
-    from specgraph.errors import (
-        BusyError,
-        ConfigError,
-        InputError,
-        NumericsError,
-        PassError,
-        SpecgraphError,
-        SpecgraphWarning,
-        UnknownStageError,
-        UnsupportedModelError,
-        VerificationError,
-    )
-    from specgraph.ir.program import Program
-    from specgraph.runtime.decoder import SpeculativeDecoder
-    from specgraph.runtime.outputs.output import GenerateOutput, Stream, StreamChunk
-    from specgraph.runtime.outputs.stats import Room, SessionStats, Stats
-    from specgraph.runtime.scoring import ScoreOutput
-    from specgraph.runtime.session import Session
-
-__all__ = [
-    "BusyError",
-    "ConfigError",
-    "Event",
-    "GenerateOutput",
-    "InputError",
-    "NumericsError",
-    "PassError",
-    "Program",
-    "Room",
-    "ScoreOutput",
-    "Session",
-    "SessionStats",
-    "SpecgraphError",
-    "SpecgraphWarning",
-    "SpeculativeDecoder",
-    "Stats",
-    "Stream",
-    "StreamChunk",
-    "UnknownStageError",
-    "UnsupportedModelError",
-    "VerificationError",
-    "attach",
-    "compile_speculative",
-    "custom_generate",
-    "detach",
-    "load_dump",
-]
+    from specgraph.compiler.compile import compile_speculative as compile_speculative
+    from specgraph.dropin.attach import attach as attach
+    from specgraph.dropin.attach import custom_generate as custom_generate
+    from specgraph.dropin.attach import detach as detach
+    from specgraph.dump import load_dump as load_dump
+    from specgraph.errors import BusyError as BusyError
+    from specgraph.errors import ConfigError as ConfigError
+    from specgraph.errors import InputError as InputError
+    from specgraph.errors import NumericsError as NumericsError
+    from specgraph.errors import PassError as PassError
+    from specgraph.errors import SpecgraphError as SpecgraphError
+    from specgraph.errors import SpecgraphWarning as SpecgraphWarning
+    from specgraph.errors import UnknownStageError as UnknownStageError
+    from specgraph.errors import UnsupportedModelError as UnsupportedModelError
+    from specgraph.errors import VerificationError as VerificationError
+    from specgraph.ir.program import Program as Program
+    from specgraph.runtime.decoder import SpeculativeDecoder as SpeculativeDecoder
+    from specgraph.runtime.outputs.output import Event as Event
+    from specgraph.runtime.outputs.output import GenerateOutput as GenerateOutput
+    from specgraph.runtime.outputs.output import Stream as Stream
+    from specgraph.runtime.outputs.output import StreamChunk as StreamChunk
+    from specgraph.runtime.outputs.stats import Room as Room
+    from specgraph.runtime.outputs.stats import SessionStats as SessionStats
+    from specgraph.runtime.outputs.stats import Stats as Stats
+    from specgraph.runtime.scoring import ScoreOutput as ScoreOutput
+    from specgraph.runtime.session import Session as Session
 
 _HOMES = {
-    "Event": "runtime.outputs.output",
-    "GenerateOutput": "runtime.outputs.output",
-    "Program": "ir.program",
-    "Room": "runtime.outputs.stats",
-    "ScoreOutput": "runtime.scoring",
-    "Session": "runtime.session",
-    "SessionStats": "runtime.outputs.stats",
-    "SpeculativeDecoder": "runtime.decoder",
-    "Stats": "runtime.outputs.stats",
-    "Stream": "runtime.outputs.output",
-    "StreamChunk": "runtime.outputs.output",
-    "attach": "dropin.attach",
-    "compile_speculative": "compiler.compile",
-    "custom_generate": "dropin.attach",
-    "detach": "dropin.attach",
-    "load_dump": "dump",
-}
-_NAMES = {"load_dump": "load_stage"}
+    "compiler.compile": ("compile_speculative",),
+    "dropin.attach": ("attach", "custom_generate", "detach"),
+    "dump": ("load_dump",),
+    "errors": (
+        "BusyError", "ConfigError", "InputError", "NumericsError", "PassError", "SpecgraphError", "SpecgraphWarning",
+        "UnknownStageError", "UnsupportedModelError", "VerificationError",
+    ),
+    "ir.program": ("Program",),
+    "runtime.decoder": ("SpeculativeDecoder",),
+    "runtime.outputs.output": ("Event", "GenerateOutput", "Stream", "StreamChunk"),
+    "runtime.outputs.stats": ("Room", "SessionStats", "Stats"),
+    "runtime.scoring": ("ScoreOutput",),
+    "runtime.session": ("Session",),
+}  # fmt: skip
+"""The names of the package, by the modules in which they are."""
+__all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"specgraph.{_HOMES.get(name, 'errors')}")
-    return getattr(module, _NAMES.get(name, name))
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"specgraph.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,9 @@ in a graph, ``_erased`` of a node, ``torch.no_grad``'s ``prev``, and ``_attn_imp
 ``torch._ops.OpOverload`` and ``torch._check_value`` itself.
 """
 
+# Every import is for other modules.
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 import importlib
@@ -91,35 +94,6 @@ _LATE = {
 
 IN_C = "torch._C"
 """The module of PyTorch's classes whose state is in C++, where nobody can compare it."""
-
-__all__ = [
-    "IN_C",
-    "AsyncCompile",
-    "CustomGraphPass",
-    "DisableTorchFunctionSubclass",
-    "DispatchKey",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "LazyGraphModule",
-    "OpOverload",
-    "OpOverloadPacket",
-    "Patcher",
-    "ShapeEnv",
-    "TorchDispatchMode",
-    "compile_fx",
-    "compile_lock",
-    "detect_fake_mode",
-    "dynamo_config",
-    "foreach_copy",
-    "get_hash_for_files",
-    "output_capturing",
-    "proxy",
-    "pytree",
-    "qualified_name",
-    "statically_known_true",
-    "symbolic_shapes_config",
-]
 
 
 def __getattr__(name: str) -> Any:

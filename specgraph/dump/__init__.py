@@ -15,5 +15,8 @@ from specgraph.dump.files import FORMAT, MARKER, NODES, RECORD, WEIGHTS, check_f
 from specgraph.dump.load import LoadedStage, Module, load_stage
 from specgraph.ir.source import class_name, render
 
+load_dump = load_stage
+"""The name of :func:`load_stage` in the package."""
+
 __all__ = ["FORMAT", "MARKER", "NODES", "RECORD", "WEIGHTS", "LoadedStage", "Module", "check_folder", "class_name",
-           "dump", "load_stage", "render", "stage_folder", "weights_of"]  # fmt: skip
+           "dump", "load_dump", "load_stage", "render", "stage_folder", "weights_of"]  # fmt: skip
