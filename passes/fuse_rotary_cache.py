@@ -1,11 +1,9 @@
-"""Rotary embeddings in front of ``paged_attention`` and the attention become one op, ``rotary_attention``.
+"""Rotary embeddings in front of an op that writes a cache or reads one become part of that op.
 
-That op rotates queries and keys, writes keys and values to the cache, and attends. The pass recognises the rotation of
-transformers' llama, ``x * cos + rotate_half(x) * sin``, of a whole head or of its first values. Other rotations
-(interleaved ones, and those of the last values) stay as they are and are reported as near misses.
-
-The ops of a block drafter, ``paged_block_attention`` and ``write_context``, take the angles themselves: they get the
-values before the rotation, and ``cos`` and ``sin``.
+The op, such as ``paged_attention``, gets queries and keys before the rotation, and ``cos`` and ``sin``. The pass
+recognises the rotation of transformers' llama, ``x * cos + rotate_half(x) * sin``, of a whole head or of its first
+values. Other rotations (interleaved ones, and those of the last values) stay as they are and are reported as near
+misses.
 
 The computation of the angles, ``cos`` and ``sin`` of positions times inverse frequencies, becomes one
 ``rotary_angles``, even if the rotation that reads them was not recognised.
@@ -33,7 +31,6 @@ from specgraph.passes.common.patterns import (
     erase_unused,
     insert,
     items,
-    keep_meta,
     only_user,
     operands,
     producer,
@@ -42,9 +39,12 @@ from specgraph.passes.common.patterns import (
     value_of,
 )
 
-PAGED = torch.ops.specgraph.paged_attention.default
-ROTATING = {torch.ops.specgraph.paged_block_attention.default: 2, torch.ops.specgraph.write_context.default: 1}
-"""The ops that take angles themselves, and how many of their first arguments they rotate."""
+ROTATING = {
+    torch.ops.specgraph.paged_attention.default: 2,
+    torch.ops.specgraph.paged_block_attention.default: 2,
+    torch.ops.specgraph.write_context.default: 1,
+}
+"""The ops that take angles, and how many of their first arguments they rotate."""
 ANGLES = torch.ops.specgraph.rotary_angles.default
 BROADCASTS = (aten.unsqueeze.default, aten.expand.default, *CONVERSIONS)
 """Ops that may stand between the positions or the frequencies and their product. None of them moves an element."""
@@ -59,31 +59,15 @@ class FuseRotaryCache(LoweringPass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every attention whose queries and keys are both rotated, and all angles of positions."""
-        attention = rewrite(program, PAGED, _fuse)
-        blocks = [rewrite(program, op, _give_angles) for op in ROTATING]
-        angles = rewrite(program, aten.cos.default, _fuse_angles)
-        parts = (attention, *blocks, angles)
-        names = ("rotary_attention", *(f"rotation in {op._opname}" for op in ROTATING), "rotary_angles")
-        notes = tuple(f"{part.matches} x {name}" for part, name in zip(parts, names, strict=True)
-                      if part.matches or part in (attention, angles))  # fmt: skip
-        misses = tuple(miss for part in parts for miss in part.near_misses)
-        return PassResult(sum(part.matches for part in parts), near_misses=misses, notes=notes)
-
-
-def _fuse(node: fx.Node) -> None:
-    rotated, cos, sin = _unrotated(node.args[:2])
-    given = (*rotated, node.args[2], cos, sin, *node.args[3:])
-    fused = insert(node, torch.ops.specgraph.rotary_attention.default, given, node.kwargs, "rotary_attention")
-    # The node writes caches, so dead-code elimination would keep it: it and its unused inputs are erased here.
-    inputs = node.all_input_nodes
-    node.replace_all_uses_with(keep_meta(fused, node))
-    node.graph.erase_node(node)
-    for value in inputs:
-        erase_unused(value)
+        parts = {f"rotation in {op._opname}": rewrite(program, op, _give_angles) for op in ROTATING}
+        parts["rotary_angles"] = rewrite(program, aten.cos.default, _fuse_angles)
+        notes = tuple(f"{part.matches} x {name}" for name, part in parts.items() if part.matches)
+        misses = tuple(miss for part in parts.values() for miss in part.near_misses)
+        return PassResult(sum(part.matches for part in parts.values()), near_misses=misses, notes=notes)
 
 
 def _give_angles(node: fx.Node) -> None:
-    """Let an op of a block drafter rotate what was rotated before it."""
+    """Let an op rotate what was rotated before it."""
     count = ROTATING[node.target]  # type: ignore[index]
     rotated, cos, sin = _unrotated(node.args[:count])
     inputs = node.all_input_nodes

@@ -47,6 +47,8 @@ class PagedAttention:
         block_table: int64 ``[B, M]``, the blocks of each sequence in order, padded with -1.
         positions: int64 ``[B, T]``, absolute positions of the tokens.
         sinks, scale, window, softcap: as in :class:`Attention`.
+        cos, sin: ``[B or 1, T, n]``, by which the first ``n`` values of queries and keys are rotated first; the cache
+            holds rotated keys, and ``n`` is even and at most ``D``. None leaves them.
         cu_seqlens: int64 ``[B + 2]``, if the call is of variable length, with all sequences packed
             (:mod:`specgraph.kernels.attention.packing`). Then ``[B, T]`` is ``[1, R]`` everywhere but in
             ``block_table``.
@@ -61,32 +63,8 @@ class PagedAttention:
     block_table: Tensor
     positions: Tensor
     sinks: Tensor | None = None
-    _: KW_ONLY
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    cu_seqlens: Tensor | None = None
-
-
-@dataclass(slots=True)
-class RotaryAttention:
-    """:class:`PagedAttention` of rotated ``q`` and ``k``; ``cos`` and ``sin`` are ``[B or 1, T, n]``.
-
-    The first ``n`` values of a head are rotated, and the others are taken as they are; ``n`` is even and at most ``D``.
-    The cache holds rotated keys.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cos: Tensor
-    sin: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    slots: Tensor
-    block_table: Tensor
-    positions: Tensor
-    sinks: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
     _: KW_ONLY
     scale: float
     window: int | None = None
@@ -115,9 +93,10 @@ def check_dense(given: Heads) -> None:
         require(sinks.shape == (q.shape[1],), lambda: f"sinks must be [{q.shape[1]}], not {tuple(sinks.shape)}")
 
 
-def check_paged(given: PagedAttention | RotaryAttention) -> None:
-    """Refuse heads, caches and places that do not fit each other."""
+def check_paged(given: PagedAttention) -> None:
+    """Refuse heads, angles, caches and places that do not fit each other."""
     check_dense(given)
+    check_angles(given.cos, given.sin, given.q)
     rows = (given.q.shape[0], given.q.shape[2])
     check_cache("k_cache", given.k_cache, given.k)
     check_cache("v_cache", given.v_cache, given.v)
@@ -134,8 +113,11 @@ def check_paged(given: PagedAttention | RotaryAttention) -> None:
     require(starts.shape == (lines,), lambda: f"cu_seqlens must be [B + 2] = [{lines}], not {list(starts.shape)}")
 
 
-def check_angles(cos: Tensor, sin: Tensor, q: Tensor) -> None:
+def check_angles(cos: Tensor | None, sin: Tensor | None, q: Tensor) -> None:
     """Refuse angles that do not fit rows ``q`` ``[B, H, T, D]`` or each other."""
+    require((cos is None) == (sin is None), lambda: "cos and sin must both be given, or neither of them")
+    if cos is None or sin is None:
+        return
     _check_angles("cos", cos, q)
     _check_angles("sin", sin, q)
     widths = (cos.shape[2], sin.shape[2])

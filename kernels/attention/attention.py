@@ -10,11 +10,10 @@ A soft cap, attention sinks and a sliding window are options.
 
 - ``specgraph::attention`` replaces a model's attention layers while the model is traced. Rows attend to each other.
 - ``specgraph::paged_attention`` is what the pass ``insert_kv_cache`` makes of it. It first writes the new keys and
-  values into their cache slots and then attends over the pages of each sequence.
-- ``specgraph::rotary_attention`` does the same after rotating queries and keys (rotary embedding), or the first
-  values of each of their heads.
+  values into their cache slots and then attends over the pages of each sequence. Given ``cos`` and ``sin``, it rotates
+  queries and keys (rotary embedding), or the first values of each of their heads, before.
 
-All three share :func:`attend`, the plain-PyTorch definition that the kernels are tested against. The Triton kernels of
+Both share :func:`attend`, the plain-PyTorch definition that the kernels are tested against. The Triton kernels of
 the paged ops are in :mod:`specgraph.kernels.attention.paged`, which also says how they divide the work and why the bits
 of a row do not depend on other rows. On a CPU :mod:`specgraph.kernels.attention.cpu` runs ``paged_attention``.
 
@@ -34,14 +33,12 @@ from specgraph.kernels.attention.arguments import (
     PADDING_SLOT,
     Attention,
     PagedAttention,
-    RotaryAttention,
-    check_angles,
     check_dense,
     check_paged,
 )
 from specgraph.kernels.attention.cpu import covers_cpu, paged_attention_cpu
 from specgraph.kernels.attention.packed import attend_packed
-from specgraph.kernels.attention.paged import paged_attention_triton, rotary_attention_triton
+from specgraph.kernels.attention.paged import paged_attention_triton
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.state import STATEFUL, Buffer, Stateful, page_pool
 
@@ -130,8 +127,10 @@ def paged_attention_reference(given: PagedAttention) -> Tensor:
     """:class:`~specgraph.kernels.attention.arguments.PagedAttention` in plain PyTorch; it waits for the device."""
     if given.cu_seqlens is not None:
         return attend_packed(given, _paged_attention)
-    q, slots, positions = given.q, given.slots, given.positions
-    write_cache(given.k_cache, given.k, slots)
+    q, k, slots, positions = given.q, given.k, given.slots, given.positions
+    if given.cos is not None and given.sin is not None:
+        q, k = (rotate(x, given.cos, given.sin) for x in (q, k))
+    write_cache(given.k_cache, k, slots)
     write_cache(given.v_cache, given.v, slots)
     real = slots != PADDING_SLOT
     ends = torch.where(real, positions + 1, 0).amax(-1)
@@ -147,8 +146,13 @@ def paged_attention_reference(given: PagedAttention) -> Tensor:
 
 def _paged_attention(given: PagedAttention) -> Tensor:
     """In the form for CPUs where there is one for these arguments, and else the definition."""
-    on_cpu = given.q.device.type == "cpu" and covers_cpu(given)
+    on_cpu = given.q.device.type == "cpu" and _covers_cpu(given)
     return paged_attention_cpu(given) if on_cpu else paged_attention_reference(given)
+
+
+def _covers_cpu(given: PagedAttention) -> bool:
+    """The form for CPUs rotates nothing."""
+    return given.cos is None and covers_cpu(given)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -166,19 +170,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if rest.shape[3] == 0 else torch.cat([turned, rest], -1)
 
 
-def rotary_attention_reference(given: RotaryAttention) -> Tensor:
-    """:class:`~specgraph.kernels.attention.arguments.RotaryAttention` in plain PyTorch; it waits for the device."""
-    if given.cu_seqlens is not None:
-        return attend_packed(given, rotary_attention_reference)
-    q, k = (rotate(x, given.cos, given.sin) for x in (given.q, given.k))
-    rotated = PagedAttention(
-        q, k, given.v, given.k_cache, given.v_cache, given.slots, given.block_table, given.positions, given.sinks,
-        scale=given.scale, window=given.window, softcap=given.softcap,
-    )
-    return paged_attention_reference(rotated)
-
-
-def _empty(given: Attention | PagedAttention | RotaryAttention) -> Tensor:
+def _empty(given: Attention | PagedAttention) -> Tensor:
     batch, heads, rows, _ = given.q.shape
     return given.q.new_empty(batch, rows, heads, given.v.shape[3])
 
@@ -193,12 +185,6 @@ def _paged_attention_fake(given: PagedAttention) -> Tensor:
     return _empty(given)
 
 
-def _rotary_attention_fake(given: RotaryAttention) -> Tensor:
-    check_angles(given.cos, given.sin, given.q)
-    check_paged(given)
-    return _empty(given)
-
-
 ATTENTION = declare(
     "attention", Attention, _attention_fake, (Variant("reference", attention_reference, batch_invariant=False),),
 )
@@ -206,13 +192,8 @@ PAGED_ATTENTION = declare(
     "paged_attention", PagedAttention, _paged_attention_fake,
     triton_or_reference(
         paged_attention_triton, paged_attention_reference, covers=not_float64("q"), cpu=paged_attention_cpu,
-        cpu_covers=covers_cpu,
+        cpu_covers=_covers_cpu,
     ),
-    mutates=("k_cache", "v_cache"),
-)
-ROTARY_ATTENTION = declare(
-    "rotary_attention", RotaryAttention, _rotary_attention_fake,
-    triton_or_reference(rotary_attention_triton, rotary_attention_reference, covers=not_float64("q")),
     mutates=("k_cache", "v_cache"),
 )
 

@@ -14,7 +14,7 @@ values are arguments and are never cached. ``q`` is ``[B, Hq, T, D]``, ``k`` is 
   keys and values that are to be kept, and the second attends within the block, as if there were no context.
 - ``specgraph::write_context`` and ``specgraph::paged_block_attention`` are what the pass ``insert_kv_cache`` makes of
   them: the first writes to the pages of a sequence, and the second reads them. Given ``cos`` and ``sin``, they rotate
-  keys (and queries) before, as ``specgraph::rotary_attention`` does.
+  keys (and queries) before, as ``specgraph::paged_attention`` does.
 
 The Triton forms are in :mod:`specgraph.kernels.attention.block_paged`.
 

@@ -106,7 +106,4 @@ def check_block_caches(given: WriteContext | PagedBlockAttention) -> None:
     """Refuse caches and angles that do not fit the rows."""
     check_cache("k_cache", given.k_cache, given.k)
     check_cache("v_cache", given.v_cache, given.v)
-    cos, sin = given.cos, given.sin
-    require((cos is None) == (sin is None), lambda: "cos and sin must both be given, or neither of them")
-    if cos is not None and sin is not None:
-        check_angles(cos, sin, given.k)
+    check_angles(given.cos, given.sin, given.k)

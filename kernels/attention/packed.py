@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specgraph.kernels.attention.arguments import PADDING_SLOT, PagedAttention, RotaryAttention
+from specgraph.kernels.attention.arguments import PADDING_SLOT, PagedAttention
 from specgraph.kernels.attention.packing import (
     PackedPlaces,
     PackRows,
@@ -22,10 +22,8 @@ from specgraph.kernels.attention.packing import (
     unpack_rows_reference,
 )
 
-Given = TypeVar("Given", PagedAttention, RotaryAttention)
 
-
-def attend_packed(given: Given, attend: Callable[[Given], Tensor]) -> Tensor:
+def attend_packed(given: PagedAttention, attend: Callable[[PagedAttention], Tensor]) -> Tensor:
     """What ``attend`` gives for the grid of the packed rows of ``given``, packed again. It waits for the device."""
     starts = given.cu_seqlens
     assert starts is not None, "the rows are not packed"
@@ -37,8 +35,8 @@ def attend_packed(given: Given, attend: Callable[[Given], Tensor]) -> Tensor:
 
     new: dict[str, Any] = {"slots": grid(given.slots - PADDING_SLOT) + PADDING_SLOT, "positions": grid(given.positions)}
     new |= {name: grid(getattr(given, name).transpose(1, 2)).transpose(1, 2) for name in ("q", "k", "v")}
-    if isinstance(given, RotaryAttention):
-        new |= {name: grid(getattr(given, name)) for name in ("cos", "sin")}
+    if given.cos is not None and given.sin is not None:
+        new |= {"cos": grid(given.cos), "sin": grid(given.sin)}
     out = attend(dataclasses.replace(given, **new, cu_seqlens=None))
     capacity = torch.empty(given.q.shape[2], device=starts.device)
     _, source = packed_places_reference(PackedPlaces(counts, capacity, width, 0))

@@ -1,4 +1,4 @@
-"""The Triton form of ``specgraph::paged_attention`` and ``specgraph::rotary_attention``: tilings and launches.
+"""The Triton form of ``specgraph::paged_attention``: tilings and launches.
 
 It computes what :mod:`specgraph.kernels.attention.attention` defines, for float16, bfloat16 and float32: new keys and
 values ``[B, Hkv, T, D]`` are rotated if asked and written to their cache slots, and each query of ``q``
@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels import gpus
-from specgraph.kernels.attention.arguments import PagedAttention, RotaryAttention
+from specgraph.kernels.attention.arguments import PagedAttention
 from specgraph.kernels.attention.block_arguments import PagedBlockAttention
 from specgraph.kernels.attention.decode import decode_attention_kernel, write_cache_kernel
 from specgraph.kernels.attention.prefill import prefill_attention_kernel
@@ -103,17 +103,7 @@ class Tiling:
 
 def paged_attention_triton(given: PagedAttention, *, tiling: Tiling | None = None) -> Tensor:
     """:class:`PagedAttention` for one of float16, bfloat16 and float32 and head dims up to 256."""
-    return _launch(given, None, None, tiling or Tiling())
-
-
-def rotary_attention_triton(given: RotaryAttention, *, tiling: Tiling | None = None) -> Tensor:
-    """:class:`RotaryAttention` for one of float16, bfloat16 and float32 and head dims up to 256."""
-    return _launch(given, given.cos, given.sin, tiling or Tiling())
-
-
-def _launch(
-    given: PagedAttention | RotaryAttention, cos: Tensor | None, sin: Tensor | None, tiling: Tiling
-) -> Tensor:
+    tiling = tiling or Tiling()
     scale, softcap, caches = given.scale, given.softcap, (given.k_cache, given.v_cache)
     batch, heads, length, dim = given.q.shape
     groups, value_dim = given.k.shape[1], given.v.shape[3]
@@ -126,7 +116,7 @@ def _launch(
         return out
     q, k, v = (dense_rows(x) for x in (given.q, given.k, given.v))
     slots, block_table, positions = contiguous(given, "slots", "block_table", "positions")
-    cos, sin, *angle_strides = angles_of(cos, sin)
+    cos, sin, *angle_strides = angles_of(given.cos, given.sin)
     written = write_constants(k, v, cos)
     strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *cache_strides(*caches)]
 
@@ -180,7 +170,7 @@ def write_constants(k: Tensor, v: Tensor, cos: Tensor | None) -> dict[str, Any]:
     return {**sizes, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
 
 
-def read_constants(given: PagedAttention | RotaryAttention | PagedBlockAttention, tiling: Tiling) -> dict[str, Any]:
+def read_constants(given: PagedAttention | PagedBlockAttention, tiling: Tiling) -> dict[str, Any]:
     """What kernels that attend to a cache are compiled for beside :func:`write_constants`."""
     caches = (given.k_cache, given.v_cache)
     return {

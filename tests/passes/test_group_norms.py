@@ -20,7 +20,7 @@ from specgraph.passes.merge_linears import MergeLinears
 from tests.compiler.test_pipeline import first, last
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts
-from tests.passes.test_lower_kernels import LOWERING, run_both, targets
+from tests.passes.test_lower_kernels import LOWERING, ROTARY, run_both, targets
 
 WIDTH, HIDDEN = 4, 8
 X = torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -105,7 +105,7 @@ def test_a_layer_of_a_target_has_one() -> None:
     model = make_model("qwen3", dtype=torch.float64)
     counts = targets(last(first(target=trace(model)), [InsertKVCache(4), *LOWERING]))
     layers = model.config.num_hidden_layers
-    assert counts["specgraph.rms_norms"] == layers and counts["specgraph.rotary_attention"] == layers
+    assert counts["specgraph.rms_norms"] == layers and counts[ROTARY] == layers
     assert counts["specgraph.rms_norm"] == 1  # the last one, whose rows are selected before they are projected
 
 

@@ -39,13 +39,16 @@ from tests.compiler.test_pipeline import body, first, last
 from tests.decoding import CONFIG, compiled
 from tests.models import make_head, make_model, ragged_prompts
 
+ROTARY = "specgraph.paged_attention, rotary"
 LOWERING = [FuseNorm(), MergeLinears(), FuseRotaryCache(), LowerKernels()]
 
 
 def targets(program: Program, module: str = "target") -> Counter[str]:
-    """How often each op is called."""
-    nodes = program.modules[module].graph.nodes
-    return Counter(str(n.target).removesuffix(".default") for n in nodes if n.op == "call_function")
+    """How often each op is called, and how often ``paged_attention`` of rows that it rotates, as :data:`ROTARY`."""
+    nodes = [node for node in program.modules[module].graph.nodes if node.op == "call_function"]
+    rotary = [n for n in nodes if n.target is torch.ops.specgraph.paged_attention.default and n.kwargs.get("cos")]
+    counts = Counter(str(node.target).removesuffix(".default") for node in nodes if node not in rotary)
+    return counts + Counter({ROTARY: len(rotary)})
 
 
 def toy(module: nn.Module, *args: Tensor) -> Program:
@@ -79,7 +82,7 @@ def test_a_llama_layer_is_five_calls_and_a_norm_costs_none() -> None:
     counts = targets(program)
     # Each o begins the norm of its MLP, each down that of the next layer; the first one follows no linear.
     assert (counts["specgraph.linear"], counts["specgraph.linear_norm"], counts["specgraph.norm_parts"]) == (5, 3, 1)
-    assert counts["specgraph.rotary_attention"] == 2
+    assert counts[ROTARY] == 2
     # Only the last norm is left whole: its rows are selected before the vocabulary projection reads them.
     assert counts["specgraph.rms_norm"] == 1 and not any(name.startswith("aten.mean") for name in counts)
     lines = [line for line in body(program, "target") if "specgraph.linear" in line]

@@ -20,7 +20,7 @@ from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import first, last
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts
-from tests.passes.test_lower_kernels import LOWERING, targets
+from tests.passes.test_lower_kernels import LOWERING, ROTARY, targets
 
 DIM, TURNED = 8, 4
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -65,7 +65,7 @@ def rewritten(
 @pytest.mark.parametrize("width", [2, TURNED, DIM])
 def test_rotated_first_values_go_into_the_attention(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, reasons = rewritten(monkeypatch, of_the_first, of_the_first, width)
-    assert not reasons and counts["specgraph.rotary_attention"] == 1
+    assert not reasons and counts[ROTARY] == 1
     assert not counts.keys() & {"specgraph.paged_attention", "aten.cat", "aten.neg", "aten.slice.Tensor"}
 
 
@@ -111,7 +111,7 @@ def test_other_partial_rotations_are_left_and_named(planted: str, side: str, mon
     rotation, reason = PLANTED[planted]
     pair = (rotation, of_the_first) if side == "queries" else (of_the_first, rotation)
     counts, reasons = rewritten(monkeypatch, *pair)
-    assert counts["specgraph.paged_attention"] == 1 and "specgraph.rotary_attention" not in counts
+    assert counts["specgraph.paged_attention"] == 1 and ROTARY not in counts
     assert len(reasons) == 1 and reason in reasons[0]
 
 
@@ -146,7 +146,7 @@ def test_models_that_rotate_a_part_of_each_head(architecture: str) -> None:
     program = last(first(target=trace(make_model(architecture))), [InsertKVCache(4), InsertRecurrentState(), *LOWERING])
     verify_program(program)
     counts = targets(program)
-    assert counts["specgraph.rotary_attention"] == MODELS[architecture] and not counts["specgraph.paged_attention"]
+    assert counts[ROTARY] == MODELS[architecture] and not counts["specgraph.paged_attention"]
     assert counts["specgraph.rotary_angles"] > 0 and not counts["aten.cos"]
 
 
@@ -163,4 +163,4 @@ def test_a_lowered_decoder_gives_the_tokens_of_the_plain_one(architecture: str) 
     eager, lowered = (compiled(model, k=2, lowering={"name": name}) for name in ("eager", "gpu"))
     outs = [d.generate(prompts, max_new_tokens=10, temperature=1.0, seed=1) for d in (eager, lowered)]
     assert all(map(torch.equal, outs[0].new_tokens, outs[1].new_tokens))
-    assert targets(lowered.stages["lower_kernels"])["specgraph.rotary_attention"] > 0
+    assert targets(lowered.stages["lower_kernels"])[ROTARY] > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.attention.attention import PAGED_ATTENTION, ROTARY_ATTENTION
+from specgraph.kernels.attention.attention import PAGED_ATTENTION
 from specgraph.kernels.attention.packing import PackedPlaces, PackRows, pack_rows_reference, packed_places_reference
 from specgraph.kernels.attention.paged import Tiling
 from specgraph.kernels.ops import Op
@@ -47,12 +47,12 @@ class InPacks:
         def pack(values: Tensor, fill: int = 0) -> Tensor:
             return pack_rows_reference(PackRows(values, source, fill))
 
-        heads = [pack(x.transpose(1, 2)).transpose(1, 2) for x in rows[:3]]
+        heads = [pack(x.transpose(1, 2)).transpose(1, 2) for x in rows]
         for x in heads:
             x[:, :, int(starts[-2]) :] = torch.nan
-        angles = [pack(x) for x in rows[3:]]
+        angles = {name: pack(options.pop(name)) for name in ("cos", "sin") if name in options}
         places = (k_cache, v_cache, pack(slots, -1), table, pack(positions))
-        out = form(*heads, *angles, *places, cu_seqlens=starts, **options)
+        out = form(*heads, *places, **angles, cu_seqlens=starts, **options)
         assert out.shape[:2] == (1, len(source)) and not out[0, int(starts[-2]) :].any()
         grid = out.new_zeros(*slots.shape, *out.shape[2:])
         for b in range(len(slots)):
@@ -63,7 +63,7 @@ class InPacks:
 
 def both(case: Case, tiling: Tiling | None, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
     """The result and the caches for a grid, and those for packed rows."""
-    op = ROTARY_ATTENTION if case.rotary else PAGED_ATTENTION
+    op = PAGED_ATTENTION
     if tiling is None:
         case.op = lambda *given, tiling, **kept: op.form("reference")(*given, **kept)
     found = [case.run(tiling or SMALL, **options), *case.written]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.attention.arguments import PADDING_SLOT
-from specgraph.kernels.attention.attention import PAGED_ATTENTION, ROTARY_ATTENTION
+from specgraph.kernels.attention.attention import PAGED_ATTENTION
 from specgraph.kernels.attention.paged import Tiling, block_queries, suits_prefill
 from specgraph.kernels.ops import Op
 from tests.kernels.rounding import assert_within, attention_error, unit
@@ -66,7 +66,7 @@ class Case:
         random = torch.Generator().manual_seed(self.seed)
         merged = torch.randn(batch, self.length, sum(sizes), generator=random).to(self.dtype)
         self.sizes = sizes
-        self.op = tuned(ROTARY_ATTENTION if self.rotary else PAGED_ATTENTION)
+        self.op = tuned(PAGED_ATTENTION)
         self.merged = merged.to(DEVICE)
         self.turned = self.dim if self.rotary is True else int(self.rotary)
         angles = torch.rand(batch, self.length, self.turned // 2, generator=random) * 6.3
@@ -137,8 +137,8 @@ class Case:
         q, k, v = self.heads_of(merged)
         places = (*self.written, slots, self.table[chosen], positions)
         options = {"scale": 0.3, "tiling": tiling, **options}
-        angles = (cos, sin) if self.rotary else ()
-        return self.op(q, k, v, *angles, *places, **options)
+        angles = {"cos": cos, "sin": sin} if self.rotary else {}
+        return self.op(q, k, v, *places, **angles, **options)
 
     def expected(
         self,
