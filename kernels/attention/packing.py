@@ -84,8 +84,7 @@ def packed_places(num_rows: Tensor, capacity: Tensor, grid: Tensor, extra: int =
         grid: ``[B, W, ...]``, any values of the grid, which give its width.
         extra: the room for further rows of every sequence, so that there is room for ``R + B * extra`` in all.
     """
-    cu_seqlens, source = torch.ops.specgraph.packed_places(num_rows, capacity, grid.shape[1], extra)
-    return cu_seqlens, source
+    return torch.ops.specgraph.packed_places(num_rows, capacity, grid.shape[1], extra)
 
 
 def unpack_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor) -> Tensor:

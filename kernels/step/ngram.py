@@ -259,8 +259,7 @@ def _record_kernel(
 
 def _parts(batch: int, longest: int) -> int:
     """How many programs share a sequence; B counters serve them, which are few enough wherever there are parts."""
-    tiles: int = triton.cdiv(longest, TILE)
-    return max(1, min(tiles, gpus.HOPPER.search_programs // batch, MOST_PARTS))
+    return max(1, min(triton.cdiv(longest, TILE), gpus.HOPPER.search_programs // batch, MOST_PARTS))
 
 
 def ngram_lookup_triton(given: NgramLookup) -> Tensor:

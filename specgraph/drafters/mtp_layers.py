@@ -42,8 +42,7 @@ def make_block(model: PreTrainedModel, device: torch.device | str, options: MtpO
     _check_alike(model, block, options)
     if hasattr(base, "rotary_emb"):
         block.rotary_emb = base.rotary_emb
-    made: PreTrainedModel = block
-    return made.eval()
+    return block.eval()
 
 
 def _check_alike(model: PreTrainedModel, block: Any, options: MtpOptions) -> None:

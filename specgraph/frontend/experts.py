@@ -37,8 +37,7 @@ def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_wei
     inner = linear(inner, "down_proj")
     if getattr(experts, "has_post_expert_norm", False):
         inner = experts.post_expert_norm(inner)
-    weighted: Tensor = inner * top_k_weights.reshape(-1, 1)
-    return weighted.view(rows, top_k, -1).sum(dim=1).to(hidden.dtype)
+    return (inner * top_k_weights.reshape(-1, 1)).view(rows, top_k, -1).sum(dim=1).to(hidden.dtype)
 
 
 def hook_experts(model: nn.Module) -> None:

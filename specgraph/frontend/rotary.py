@@ -140,8 +140,7 @@ def _frequencies(module: Any, layer: str | None, length: int | None) -> Tensor:
     """The inverse frequencies of one type of layer, by transformers' own function of its rope type."""
     device = getattr(module, f"{_prefix(layer)}inv_freq").device
     if length is None or length <= _original(module, layer):
-        original: Tensor = getattr(module, f"{_prefix(layer)}original_inv_freq")
-        return original.to(device)
+        return getattr(module, f"{_prefix(layer)}original_inv_freq").to(device)
     compute = ROPE_INIT_FUNCTIONS[_rope_types(module)[layer]]
     # A tensor, as transformers passes it: Python's numbers would round the base in another way.
     frequencies: Tensor

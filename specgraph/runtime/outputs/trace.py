@@ -251,8 +251,7 @@ def _shown(token: int, tokenizer: Any) -> str:
     """A token on one line, with its spaces visible."""
     if tokenizer is None:
         return str(token)
-    text: str = tokenizer.decode([token])
-    return text.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "·")
+    return tokenizer.decode([token]).replace("\n", "\\n").replace("\t", "\\t").replace(" ", "·")
 
 
 def _is_accepted(place: int, token: int, emitted: Sequence[int], *, ended: bool) -> bool:
