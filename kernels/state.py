@@ -5,8 +5,6 @@ once it has them. Everything that allocates, resets, slices, counts or prints st
 no kind of layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

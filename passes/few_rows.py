@@ -4,8 +4,6 @@
 and float64 is for checking.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

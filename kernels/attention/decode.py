@@ -17,8 +17,6 @@ to powers of two.
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

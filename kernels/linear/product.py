@@ -3,8 +3,6 @@
 :mod:`specgraph.kernels.linear.linear` says what is computed, and what decides the bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

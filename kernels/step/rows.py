@@ -6,8 +6,6 @@ sequences, ``T`` rows per sequence, ids and counts int64. Nothing is computed bu
 copied.
 """
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Times whole decode steps of a compiled decoder."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import statistics

@@ -1,7 +1,5 @@
 """Names of GGUF files as those of models: what transformers must be told to load one."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from pathlib import Path

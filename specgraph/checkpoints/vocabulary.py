@@ -1,7 +1,5 @@
 """Reads the map from a reduced draft vocabulary to the target's, stored as offsets or as the target ids themselves."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Writes the configuration and the tensors of a trained head as a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Reads prompts from the command line or a file, and puts a template around them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import string

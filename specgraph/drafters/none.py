@@ -1,7 +1,5 @@
 """No drafts: plain decoding by the same decoder, with which speculative decoding is compared."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -2,8 +2,6 @@
 draft is drawn, and what it may keep.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass

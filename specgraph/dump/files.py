@@ -1,7 +1,5 @@
 """Writes all stages of a compilation to a folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

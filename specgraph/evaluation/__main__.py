@@ -3,8 +3,6 @@
 ``python -m specgraph.evaluation --model specgraph --model_args pretrained=MODEL,draft=DRAFT --tasks gsm8k``
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

@@ -1,7 +1,5 @@
 """Puts everything into one HTML file."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

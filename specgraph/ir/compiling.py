@@ -1,7 +1,5 @@
 """How modules go through ``torch.compile``."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading

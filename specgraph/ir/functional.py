@@ -1,7 +1,5 @@
 """Exported programs without in-place ops, which FX could reorder or remove."""
 
-from __future__ import annotations
-
 import operator
 
 import torch

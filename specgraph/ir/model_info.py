@@ -1,7 +1,5 @@
 """Facts about a traced model that the compiler needs besides its graphs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

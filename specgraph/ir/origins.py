@@ -1,7 +1,5 @@
 """Says which line of a model's source a traced node comes from."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Renders a graph as Python source."""
 
-from __future__ import annotations
-
 import keyword
 import math
 import operator

@@ -1,7 +1,5 @@
 """Summaries of the functions that a graph calls: the first sentence of the text that documents each."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable

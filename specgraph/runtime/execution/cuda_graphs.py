@@ -1,7 +1,5 @@
 """Captures functions as CUDA graphs that share their memory."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

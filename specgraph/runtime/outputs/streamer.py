@@ -1,7 +1,5 @@
 """Gives what steps emit to one of transformers' streamers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

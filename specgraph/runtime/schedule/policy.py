@@ -1,7 +1,5 @@
 """How an engine chooses its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
