@@ -1,5 +1,7 @@
 """Checks of arguments that the ops of several rooms share."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -1,5 +1,7 @@
 """What kind of CPU this is, where that decides which form is the faster one."""
 
+from __future__ import annotations
+
 import contextlib
 import platform
 from pathlib import Path

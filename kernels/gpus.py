@@ -6,6 +6,8 @@ Nothing here decides a bit of a result. What does is the same on every GPU and s
 :func:`~specgraph.kernels.sampling.gumbel.split_size` (splits of the vocabulary).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 

@@ -20,6 +20,8 @@ kernel that is launched by :func:`launch` must keep to three rules. Then it is c
 Both take the kernel's ``tl.constexpr`` switch ``PDL``, because Triton's interpreter and other GPUs have neither.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Iterator

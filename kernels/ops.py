@@ -18,6 +18,8 @@ op returns is read from the annotation of ``fake``. :data:`OPS` answers what ops
 it is imported, and :mod:`specgraph.kernels.catalogue` imports them all.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import inspect

@@ -5,6 +5,8 @@ once it has them. Everything that allocates, resets, slices, counts or prints st
 no kind of layer.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ of them share is in ``common``. The passes that make the step for one kind of re
 :mod:`specgraph.specialise`.
 """
 
+from __future__ import annotations
+
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.capture_cuda_graph import CaptureCudaGraph
 from specgraph.passes.compile_remainder import CompileRemainder

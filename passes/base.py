@@ -1,5 +1,7 @@
 """The base class of passes, and the result that a pass reports."""
 
+from __future__ import annotations
+
 import inspect
 import sys
 from abc import ABC, abstractmethod

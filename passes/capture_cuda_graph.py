@@ -4,6 +4,8 @@ The pass changes no FX graph. The decoder captures a CUDA graph when a request f
 request, each bucket of batch sizes and, for prompts, each bucket of widths.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -4,6 +4,8 @@ The pass changes no graph, so dumps show the same nodes as before. Only the way 
 changes.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

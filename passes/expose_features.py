@@ -6,6 +6,8 @@ only become outputs. A stream that a model keeps in another dtype than its weigh
 since that is the dtype of heads.
 """
 
+from __future__ import annotations
+
 import operator
 from dataclasses import dataclass
 from typing import ClassVar

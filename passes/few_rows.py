@@ -4,6 +4,8 @@
 and float64 is for checking.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

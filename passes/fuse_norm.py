@@ -5,6 +5,8 @@ by nothing, and they convert to their own dtype before or after that. The pass w
 rounds once, at the end.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -8,6 +8,8 @@ share a kernel if nothing reads the first before the second is known.
 A dump shows what an op computes as an expression. The rounding of every function stays.
 """
 
+from __future__ import annotations
+
 import ast
 import math
 from collections.abc import Iterator

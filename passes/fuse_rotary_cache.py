@@ -9,6 +9,8 @@ The computation of the angles, ``cos`` and ``sin`` of positions times inverse fr
 ``rotary_angles``, even if the rotation that reads them was not recognised.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ then these are the input ``verified_tokens`` (``[B, T]``, padded with -1). What 
 and positions of their rows, comes from one call of :func:`~specgraph.kernels.step.finalize_step`.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

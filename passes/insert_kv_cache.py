@@ -8,6 +8,8 @@ layer. Row ``r`` of a sequence is written when ``r < num_rows`` and its position
 ``max_length``. A module that writes no rows gets neither slots nor the inputs that only these are computed from.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -12,6 +12,8 @@ What a request asks for is state of its sequence, as its temperature is. ``speci
 steps of requests that ask for nothing.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -7,6 +7,8 @@ which buffers that form asks for and what its arguments are. A module's signatur
 ``span`` once, which says for every sequence where its rows lie and which of them later calls may still take back.
 """
 
+from __future__ import annotations
+
 import operator
 from dataclasses import dataclass, replace
 from typing import ClassVar

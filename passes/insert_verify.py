@@ -3,6 +3,8 @@
 :mod:`specgraph.kernels.verify.verify` says what the op computes, and spells it as a composition of plain functions.
 """
 
+from __future__ import annotations
+
 import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar

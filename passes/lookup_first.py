@@ -12,6 +12,8 @@ Looked-up tokens are point masses. For rules that compare distributions, the sta
 have them, so that verification divides by no distribution there.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

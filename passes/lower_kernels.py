@@ -10,6 +10,8 @@ the number of rows is an error. Under ``numerics: fast``, such a node stays as i
 A linear layer whose scheme (:mod:`specgraph.ir.linear`) has no op that takes in its neighbours stays as it was traced.
 """
 
+from __future__ import annotations
+
 import operator
 from collections import Counter
 from collections.abc import Iterator

@@ -11,6 +11,8 @@ memory. In the others, the layers whose weights then follow each other become on
 A weight of several tensors is merged tensor by tensor. Weights of different schemes are not merged with each other.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

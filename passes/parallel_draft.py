@@ -9,6 +9,8 @@ accepted prefix, and it is overwritten before anything reads it.
 Source: PARD (An et al. 2025, arXiv 2504.18583) for draft models, P-EAGLE for EAGLE heads.
 """
 
+from __future__ import annotations
+
 import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar

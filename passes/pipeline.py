@@ -1,5 +1,7 @@
 """Runs a list of passes in order, and calls callbacks after each pass."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

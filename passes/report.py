@@ -1,5 +1,7 @@
 """The report of a compilation: what every pass did, as Markdown and as plain values."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

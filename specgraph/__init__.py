@@ -3,6 +3,8 @@
 Names are imported when they are first used, so that the help of the command line does not wait for torch.
 """
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 from pathlib import Path

@@ -13,6 +13,8 @@ in a graph, ``_erased`` of a node, ``torch.no_grad``'s ``prev``, and ``_attn_imp
 # Every import is for other modules.
 # ruff: noqa: F401
 
+from __future__ import annotations
+
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,5 +1,7 @@
 """Tables as text, laid out by tabulate."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Literal
 

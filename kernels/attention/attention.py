@@ -21,6 +21,8 @@ Sources: paged storage follows vLLM (Kwon et al. 2023, arXiv 2309.06180). Attent
 learned logit per head takes part in the softmax and has no value. The soft cap is that of gemma2.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

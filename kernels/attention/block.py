@@ -21,6 +21,8 @@ The Triton forms are in :mod:`specgraph.kernels.attention.block_paged`.
 Source: DFlash (z-lab, 2026), ``dflash/model.py``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -1,5 +1,7 @@
 """What the ops of a block drafter's attention take: arguments, their shapes and dtypes, and the checks of them."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor

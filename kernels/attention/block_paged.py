@@ -21,6 +21,8 @@ Sources: DFlash (z-lab, 2026) for the attention; :mod:`specgraph.kernels.attenti
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 from torch import Tensor

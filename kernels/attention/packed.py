@@ -3,6 +3,8 @@
 A row of a sequence attends to that sequence's cache alone, so nothing but the arrangement of the rows differs.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -15,6 +15,8 @@ The ops move rows and compute integers. The programs of a kernel copy a part of 
 others.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -28,6 +28,8 @@ Sources: online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAtt
 merging of partial results, Flash-Decoding, Dao et al. 2023. What else was tried is in ``docs/experiments.md``.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -23,6 +23,8 @@ Source: FlashAttention-2, Dao 2023, arXiv 2307.08691. Variants that were measure
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

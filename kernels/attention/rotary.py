@@ -13,6 +13,8 @@ which reduce their argument accurately; the hardware's approximate instructions 
 Source: Su et al. 2021, arXiv 2104.09864.
 """
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 
 import torch

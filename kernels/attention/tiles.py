@@ -27,6 +27,8 @@ Sources: Milakov and Gimelshein 2018, arXiv 1805.02867 (online softmax); Dao 202
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -16,6 +16,8 @@ Flash-Decoding (Dao et al. 2023).
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -8,6 +8,8 @@ weights before it has ended. Values are copied as they are.
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -16,6 +16,8 @@ beside it. So the bits of a row do not depend on the other rows, nor on its plac
 The technique is known as a grouped matrix product.
 """
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 

@@ -58,6 +58,8 @@ packed weight is a second copy of it.
 A result may be rounded differently than that of ``linear``, as it also may for another number of rows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -8,6 +8,8 @@ kernels, that is one launch more per layer, which writes and reads the normed he
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 

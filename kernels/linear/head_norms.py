@@ -11,6 +11,8 @@ width, with the same bits.
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 
 import torch

@@ -13,6 +13,8 @@ the slices in the same order. What was measured is in ``docs/experiments.md``.
 # Gluon has no types.
 # mypy: disable-error-code="import-untyped"
 
+from __future__ import annotations
+
 import functools
 import itertools
 from typing import NamedTuple

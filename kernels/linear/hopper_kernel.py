@@ -18,6 +18,8 @@ The formula, the dtypes, and the reason why a row's bits do not depend on the nu
 # Gluon's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
+from __future__ import annotations
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait

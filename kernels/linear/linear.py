@@ -29,6 +29,8 @@ On Hopper, few rows go to :mod:`specgraph.kernels.linear.hopper`, which gives th
 :mod:`specgraph.kernels.linear.linear_triton`. Source of split-K: for example Osama et al. 2023, arXiv 2301.03598.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 from collections.abc import Callable

@@ -17,6 +17,8 @@ whatever stands beside it, and all other operations act on single columns.
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

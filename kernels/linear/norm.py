@@ -19,6 +19,8 @@ the same for all inputs of one width; :class:`Rows` takes care of that.
 Sources: RMS norm, Zhang and Sennrich 2019, arXiv 1910.07467; layer norm, Ba et al. 2016, arXiv 1607.06450.
 """
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 

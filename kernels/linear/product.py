@@ -3,6 +3,8 @@
 :mod:`specgraph.kernels.linear.linear` says what is computed, and what decides the bits.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import NamedTuple
 

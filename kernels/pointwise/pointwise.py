@@ -5,6 +5,8 @@ have a dozen of them for their gates alone. The kernel is written from the op's 
 (:mod:`specgraph.kernels.pointwise.program`), which is what a dump shows.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

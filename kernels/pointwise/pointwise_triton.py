@@ -10,6 +10,8 @@ dtype that PyTorch gives its result. So an element has the same bits whatever th
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import linecache

@@ -6,6 +6,8 @@
 PyTorch, dtypes included: every value is rounded to the dtype that PyTorch gives it.
 """
 
+from __future__ import annotations
+
 import ast
 import functools
 from collections.abc import Callable, Sequence

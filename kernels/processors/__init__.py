@@ -1,5 +1,7 @@
 """Ops of step graphs that change logits as a request asks for, before tokens are drawn from them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -22,6 +22,8 @@ Source: ``SequenceBiasLogitsProcessor`` and ``NoBadWordsLogitsProcessor`` of tra
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 import torch

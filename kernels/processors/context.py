@@ -8,6 +8,8 @@ than the rows of the window: the ``R`` rows begin at row ``min(num_forced, T - R
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

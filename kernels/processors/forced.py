@@ -12,6 +12,8 @@ Source: ``ForcedBOSTokenLogitsProcessor`` and ``ForcedEOSTokenLogitsProcessor`` 
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -17,6 +17,8 @@ Source: Paulus et al. 2017, arXiv 1705.04304, section 2.5; ``NoRepeatNGramLogits
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 import torch

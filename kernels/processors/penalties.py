@@ -27,6 +27,8 @@ Sources: Keskar et al. 2019, arXiv 1909.05858, section 4.1, for the repetition p
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -5,3 +5,4 @@ values (:mod:`specgraph.kernels.recurrent.span`). So a rejected draft is a short
 the state is written once per chunk, whatever was drafted.
 """
 
+from __future__ import annotations

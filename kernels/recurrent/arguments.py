@@ -1,5 +1,7 @@
 """What the recurrent ops take: their arguments, shapes and dtypes, and what they are computed in."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 
 import torch

@@ -16,6 +16,8 @@ Row ``i`` is computed from a tile in which each row of the chunk has its own pla
 alone gives. Both kernels have a fixed number of warps. So no bit depends on how a call groups rows.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

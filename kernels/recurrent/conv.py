@@ -11,6 +11,8 @@ For channel ``d`` and row ``t``, with ``w`` weights and inputs of zero in front 
 Source: ``causal_conv1d_fn`` of the package causal-conv1d (Dao), whose arguments transformers' function has.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -5,6 +5,8 @@ tensor in another way than the others. Products, sums, quotients and ``exp`` do 
 of the inputs that it sees. As in the Triton form, the sum is of float32, and rounded to the dtype of the weights.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import NamedTuple
 

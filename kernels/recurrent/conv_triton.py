@@ -4,6 +4,8 @@ The sum over the weights is written out in their order, in float32, and rounded 
 convolution is. So the bits of a row are a function of the inputs that it sees, wherever these come from.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

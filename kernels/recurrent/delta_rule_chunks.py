@@ -7,6 +7,8 @@ chunks instead of its rows. The bits of a row depend on the shape of the batch.
 Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464, section 3.3.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

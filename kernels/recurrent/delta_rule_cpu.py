@@ -11,6 +11,8 @@ is not there: with 8 heads of 64 by 64, the products of 1 row with the state tak
 52. Everything else are sums over a dimension of fixed size, and operations on single elements.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import NamedTuple
 

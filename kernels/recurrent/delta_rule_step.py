@@ -18,6 +18,8 @@ reading the state. So it computes less, and reads ahead of time:
   Only then is the state read again, part by part, to store it and to multiply it with the rows behind the chunk.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -19,6 +19,8 @@ So a product of them is exact in every term, and
 Sums are of float32, and no product is contracted with a sum (``enable_fp_fusion``).
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -4,6 +4,8 @@ A kernel that divides a row among its programs must not store what another progr
 rows than a step that decodes, the two may share a place in the cache, and then this kernel stores the rows afterwards.
 """
 
+from __future__ import annotations
+
 import math
 
 import torch

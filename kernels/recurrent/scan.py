@@ -15,6 +15,8 @@ Everything is computed in float32, or in float64 if the input is float64.
 Source: Gu and Dao 2023, arXiv 2312.00752.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -4,6 +4,8 @@ All are operations on single elements and sums over a dimension of fixed size, s
 the state at the boundary and of the rows since. Tiles that end before others go on with numbers that nobody reads.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

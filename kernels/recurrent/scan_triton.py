@@ -4,6 +4,8 @@ The sum over a state's numbers is of the same form in every row, so the bits of 
 boundary and of the rows since.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -15,6 +15,8 @@ folded when the cached rows are full, so its bits depend on what was accepted be
 makes them a function of the tokens.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

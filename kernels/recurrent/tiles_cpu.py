@@ -9,6 +9,8 @@ The tiles of a call are in *stages*: the first tile of every sequence, the secon
 new rows of tiles are a grid ``[R, n]`` in which a tile with fewer than ``R`` new rows repeats one of them.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import operator

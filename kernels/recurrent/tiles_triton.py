@@ -1,5 +1,7 @@
 """What kernels of the gated delta rule share: waits, loads, exact products, weights of rows, and padding."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -6,6 +6,8 @@ A block of ``K + 1`` rows begins with the *anchor*, the newest verified token, w
 A program makes the rows of one sequence. Nothing is computed but integers, so no row depends on others.
 """
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 
 import torch

@@ -1,5 +1,7 @@
 """Functions of step graphs for what changes the logits that drafts are drawn from, and for what they say of drafts."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

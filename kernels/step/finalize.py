@@ -7,6 +7,8 @@ not influence each other.
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 

@@ -4,6 +4,8 @@ The definitions of these ops are ten to twenty operations each, of 1 to 3 us, on
 time for so few than two operations need. Where there are many, as over a prompt, the definitions are faster.
 """
 
+from __future__ import annotations
+
 from torch import Tensor
 
 MOST_INTEGERS = 256

@@ -19,6 +19,8 @@ latency of one launch (1.5 to 2 us) decides, which is why there is one for all b
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

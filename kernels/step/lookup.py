@@ -1,5 +1,7 @@
 """Functions of step graphs that look the history up, and that choose between what they find and other drafts."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

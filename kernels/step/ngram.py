@@ -31,6 +31,8 @@ Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

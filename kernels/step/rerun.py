@@ -12,6 +12,8 @@ Nothing is computed but integers, and hidden states are copied.
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -20,6 +20,8 @@ A program packs one sequence, which is only a few dozen numbers. Values are copi
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import NamedTuple
 

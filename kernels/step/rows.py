@@ -6,6 +6,8 @@ sequences, ``T`` rows per sequence, ids and counts int64. Nothing is computed bu
 copied.
 """
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 
 import torch

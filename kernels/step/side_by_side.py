@@ -3,6 +3,8 @@
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import triton

@@ -8,6 +8,8 @@ many small operations are ops with a Triton form, one launch each (:mod:`specgra
 :mod:`~specgraph.kernels.step.tokens`, ...), and stand with the other functions in :mod:`specgraph.kernels.step`.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -43,6 +43,8 @@ Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975). ``max_spec_offs
 Snowflake's Arctic Inference, which vLLM runs as the method ``suffix``.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass
 

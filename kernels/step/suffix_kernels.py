@@ -5,6 +5,8 @@ why they are cut into programs as they are.
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

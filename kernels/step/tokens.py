@@ -1,5 +1,7 @@
 """From the logits and tokens of a step: what is wrong with the logits, the end at an EOS, the next window."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -14,6 +14,8 @@ floats are copied, so that no sequence influences another.
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 

@@ -1,5 +1,7 @@
 """Which functions of step graphs write arguments in place, so that passes keep their calls and the order of these."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

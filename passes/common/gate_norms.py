@@ -4,6 +4,8 @@ Recurrent layers do so: ``norm(x) * silu(gate)``, with the product in float32. T
 merged projection, brought into the shape of the norm; the op reads those columns where they are.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from typing import Any
 

@@ -7,6 +7,8 @@ projection of queries that stands behind it, and that projection then follows th
 it need not await to load its weights.
 """
 
+from __future__ import annotations
+
 import operator
 from collections import Counter
 from collections.abc import Iterator

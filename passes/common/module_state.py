@@ -1,5 +1,7 @@
 """Helpers of the passes that give traced modules state: the inputs of a module, and the buffers of an op."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any

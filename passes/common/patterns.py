@@ -1,5 +1,7 @@
 """Helpers with which passes recognise chains of ATen nodes. Patterns are read from the last node towards the inputs."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

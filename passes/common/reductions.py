@@ -4,6 +4,8 @@ A library may sum in another order when there are more rows. Our kernels sum a r
 width alone. A sum of few terms becomes a chain of additions, whose order the graph fixes.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any

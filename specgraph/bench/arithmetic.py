@@ -7,6 +7,8 @@ needs more. All rows of a prompt go through the target, and only the last one th
 drafter runs does not count, and neither do operations on single elements.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The configuration of ``python -m specgraph bench``."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from pathlib import Path
 

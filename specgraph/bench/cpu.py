@@ -4,6 +4,8 @@ Everything runs in one process, and the decoders take turns: each decodes a prom
 machine that other work slows down slows all of them down. The time of a prompt is the best of several rounds.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import math

@@ -1,5 +1,7 @@
 """Configurations of the drafts that ``drafts=[...]`` lists by their names or folders."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

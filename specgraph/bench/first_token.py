@@ -1,5 +1,7 @@
 """Times whole requests for one token: what a caller waits for the first token of a prompt."""
 
+from __future__ import annotations
+
 import dataclasses
 import time
 from collections.abc import Iterator

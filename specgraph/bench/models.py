@@ -1,5 +1,7 @@
 """Makes targets and heads of a given shape with random weights, on the device where they run."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from typing import Any

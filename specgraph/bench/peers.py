@@ -1,5 +1,7 @@
 """Decodes with transformers itself, greedily or sampled, so that our speed can be shown beside it."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

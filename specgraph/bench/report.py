@@ -1,5 +1,7 @@
 """Shows measurements as tables, JSON and plots."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

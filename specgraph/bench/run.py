@@ -1,5 +1,7 @@
 """Runs the command ``bench``: makes or takes a target, measures, and prints the results."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Times whole decode steps of a compiled decoder."""
 
+from __future__ import annotations
+
 import dataclasses
 import gc
 import statistics

@@ -1,5 +1,7 @@
 """Measures how long calls take on a device, and how fast its memory is."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import statistics

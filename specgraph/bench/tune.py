@@ -5,6 +5,8 @@ measured once for each drafter, K and rule, over whole answers. The time of a st
 and hardly on the text, and is measured for each. Tokens per second follow from the two.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import gc
 import itertools

@@ -1,5 +1,7 @@
 """Loads a causal LM of transformers, whole or not at all."""
 
+from __future__ import annotations
+
 import contextlib
 import pickle
 import struct

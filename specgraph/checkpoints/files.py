@@ -1,5 +1,7 @@
 """Opens the files of a checkpoint. Names and shapes are read at once, and each tensor only when it is asked for."""
 
+from __future__ import annotations
+
 import json
 import math
 import pickle

@@ -1,5 +1,7 @@
 """Names of GGUF files as those of models: what transformers must be told to load one."""
 
+from __future__ import annotations
+
 import importlib.util
 import inspect
 from pathlib import Path

@@ -1,5 +1,7 @@
 """How the tensors of a head of decoder layers are used, and the shape of its module."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,5 +1,7 @@
 """Finds out what decoder layers a head has, and makes transformers' configuration for them."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ target, such as the embedding. If the checkpoint lacks such a tensor, or has one
 the target's own tensor and not a copy.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ Configurations leave some of these options open, and public implementations disa
 and every value is kept together with the place from which it was taken, for ``inspect`` to show.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,5 +1,7 @@
 """Checks whether two models use the same tokenizer."""
 
+from __future__ import annotations
+
 from collections.abc import Set
 from pathlib import Path
 from typing import Any, NamedTuple

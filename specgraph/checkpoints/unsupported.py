@@ -1,5 +1,7 @@
 """Recognises draft formats that no drafter here reads, so that the error can name the format."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """Reads the map from a reduced draft vocabulary to the target's, stored as offsets or as the target ids themselves."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """Writes the configuration and the tensors of a trained head as a checkpoint."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Iterable, Mapping

@@ -1,5 +1,7 @@
 """Checks the options of ``generate`` by the decoder's own rules, before there is a decoder."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,5 +1,7 @@
 """The table of commands, with their arguments, and the overrides that name files."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

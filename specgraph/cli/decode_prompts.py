@@ -1,5 +1,7 @@
 """Runs a decoder over texts, with seeds, streaming and timing."""
 
+from __future__ import annotations
+
 import secrets
 import time
 from collections.abc import Iterator, Sequence

@@ -4,6 +4,8 @@ It is for machines on which something is missing or broken. So this module impor
 every part of the report is made on its own, and decoding is tried in a process of its own.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import importlib.util

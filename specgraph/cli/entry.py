@@ -3,6 +3,8 @@
 Nothing here imports torch, because the module of a command is imported only when its configuration has been composed.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import sys

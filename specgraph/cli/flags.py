@@ -1,5 +1,7 @@
 """Separates flags from overrides, and takes keys that are written as flags for the overrides that they mean."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 
 from specgraph.config.errors import did_you_mean

@@ -4,6 +4,8 @@ What arguments there are is read from the tables of :mod:`specgraph.runtime.requ
 decoder is a key here by itself. Nothing here imports torch.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import re
 from collections.abc import Iterable

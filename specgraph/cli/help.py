@@ -1,5 +1,7 @@
 """The help, which is made from the commands, their keys and the strings below these."""
 
+from __future__ import annotations
+
 import ast
 import dataclasses
 import functools

@@ -1,5 +1,7 @@
 """The keys of the commands beyond those of ``Config``, a class for each command."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Any
 

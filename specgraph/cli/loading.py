@@ -1,5 +1,7 @@
 """Loads what the keys ``model``, ``device`` and ``dtype`` name, and refuses what they cannot name."""
 
+from __future__ import annotations
+
 import functools
 import sys
 from collections.abc import Iterable

@@ -1,5 +1,7 @@
 """Reads prompts from the command line or a file, and puts a template around them."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import string

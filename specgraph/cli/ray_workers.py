@@ -4,6 +4,8 @@ It makes no difference which process decodes a prompt, because its seed goes wit
 another one, which decodes again what the first had not handed over.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import sys

@@ -1,5 +1,7 @@
 """Makes the tables that ``generate`` prints at its end."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

@@ -4,6 +4,8 @@
 ``doctor`` still goes on and says so.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import time

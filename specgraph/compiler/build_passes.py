@@ -1,5 +1,7 @@
 """Makes the pass objects that a configuration lists."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any, cast
 

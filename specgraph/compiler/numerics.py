@@ -1,5 +1,7 @@
 """Compares the stages of a compilation: runs each on the same small input, and names the first pass that differs."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

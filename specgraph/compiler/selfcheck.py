@@ -4,6 +4,8 @@ Tracing sees one forward pass without a cache. A model that mixes tokens outside
 positions from ``position_ids``, can be traced, but decodes wrongly with a cache. This check finds such models.
 """
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import operator

@@ -6,6 +6,8 @@ that causal LM is built around the very modules, without copying a weight. Where
 behind the text model is one. Both are compared with the whole model before anything is done with them.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

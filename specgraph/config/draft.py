@@ -1,5 +1,7 @@
 """The keys of ``draft`` that every drafter has, and what they allow."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

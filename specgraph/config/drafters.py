@@ -4,6 +4,8 @@ The drafters import these classes. Nothing here imports torch, so the command li
 configuration class of a drafter from outside this package stands beside the drafter.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import importlib
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The messages about a wrong configuration: each is one sentence, with the nearest valid key or the allowed values."""
 
+from __future__ import annotations
+
 import difflib
 import typing
 from collections.abc import Iterable, Mapping

@@ -1,5 +1,7 @@
 """YAML files of keys: those of ``specgraph.conf``, which are the configuration groups and presets, and a user's own."""
 
+from __future__ import annotations
+
 import functools
 import importlib
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Reads and checks the configuration that a user gives."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path

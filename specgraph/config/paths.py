@@ -1,5 +1,7 @@
 """The part of a message that names the path which a wrong path most likely stands for."""
 
+from __future__ import annotations
+
 import difflib
 import os
 from pathlib import Path

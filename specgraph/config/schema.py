@@ -3,6 +3,8 @@
 The string below a field is its help on the command line.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -16,6 +16,8 @@ that all together are doubtful, there are no drafts (-1). Whether a draft is one
 biases no rule. A step on a CPU leaves the other calls out (:mod:`specgraph.specialise.end_chains`).
 """
 
+from __future__ import annotations
+
 import operator
 from dataclasses import dataclass
 

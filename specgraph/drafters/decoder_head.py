@@ -5,6 +5,8 @@ Their layers are those of Llama or of Qwen3. :class:`DecoderHead` is the base cl
 without values, compares all names and shapes, and reads the tensors.
 """
 
+from __future__ import annotations
+
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping

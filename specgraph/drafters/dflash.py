@@ -17,6 +17,8 @@ Sources: DFlash (z-lab, 2026), with the layouts of z-lab and of speculators; Jet
 causal heads have the layout of z-lab. Their top drafts run as a chain here, not as a tree.
 """
 
+from __future__ import annotations
+
 import operator
 import re
 from collections.abc import Mapping

@@ -5,6 +5,8 @@ tensors, and differ in what a configuration leaves open: see :func:`_masks` and 
 kinds with the same layers add their own options and their own module.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path

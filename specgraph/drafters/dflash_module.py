@@ -5,6 +5,8 @@ Heads of other kinds with the same layers (DSpark) derive their module from :cla
 Source: DFlash (z-lab, 2026), ``dflash/model.py``; the variants are those of speculators.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

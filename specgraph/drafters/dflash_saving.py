@@ -1,5 +1,7 @@
 """The configuration of DFlash heads in the layout of z-lab."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from specgraph.drafters.base import DraftHead

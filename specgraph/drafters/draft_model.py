@@ -4,6 +4,8 @@ Source: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 230
 in parallel: PARD, An et al. 2025 (arXiv 2504.18583).
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Mapping

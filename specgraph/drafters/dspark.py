@@ -13,6 +13,8 @@ draft. ``stats.confidence_per_position`` has its estimates beside what was accep
 Sources: DSpark (DeepSeek, 2026), with the layout of DeepSpec; the ``dspark`` of speculators.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,6 +6,8 @@ Layouts: that of DeepSpec, whose options are at the top level of the configurati
 have the same names.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from specgraph.checkpoints.reading import Reader

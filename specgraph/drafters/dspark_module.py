@@ -5,6 +5,8 @@ Parameters have the names of the files.
 Sources: DSpark (DeepSeek, 2026), ``deepspec/modeling/dspark`` of DeepSpec; the ``dspark`` of speculators.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

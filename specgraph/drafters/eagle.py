@@ -9,6 +9,8 @@ here, both draft a chain.
 Source: Li et al. 2024, EAGLE (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858); names and shapes of SafeAILab/EAGLE.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -8,6 +8,8 @@ that is not drafted yet takes a mask token and that hidden state.
 Source: Li et al. 2025 (arXiv 2503.01840); parallel drafting: P-EAGLE (Amazon, 2026), the ``peagle`` of speculators.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -3,6 +3,8 @@
 Source: Li et al. 2025 (arXiv 2503.01840); the variants are those of speculators and of NVIDIA's Model-Optimizer.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The base class of drafters that run a head, with how a head is bound, loaded, made and saved."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

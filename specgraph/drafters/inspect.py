@@ -1,5 +1,7 @@
 """Finds out what a checkpoint is, how it would be used, and whether it fits a target, without loading any weights."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """The base class of drafters that look the end of a sequence up in its own tokens."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self

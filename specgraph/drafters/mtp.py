@@ -17,6 +17,8 @@ all at row ``P - 1``, which every step then runs again, too.
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2). Gloeckle et al. 2024 (arXiv 2404.19737) introduced the objective.
 """
 
+from __future__ import annotations
+
 import itertools
 import operator
 import re

@@ -1,5 +1,7 @@
 """The graphs of MTP modules: three parts are exported for each, and joined where the step graph is written."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any, cast
 

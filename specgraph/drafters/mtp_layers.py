@@ -6,6 +6,8 @@ unless the configuration lists the kinds of the modules' layers (``mtp_layer_typ
 neither names a kind, the module's layer is like the target's last layer with full attention.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Iterable
 from typing import Any, cast

@@ -6,6 +6,8 @@ layout says which tensors belong to which module, what they are called here
 :attr:`Layout.sources` names the one that each option is taken from.
 """
 
+from __future__ import annotations
+
 import copy
 import re
 from collections.abc import Mapping, Sequence

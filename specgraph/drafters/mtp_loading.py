@@ -4,6 +4,8 @@ The decoder layer of a module is loaded by transformers, which knows how publish
 parameters of its classes (experts are stored one by one, for example). The rest has the same form in files as here.
 """
 
+from __future__ import annotations
+
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import fields
 from functools import partial

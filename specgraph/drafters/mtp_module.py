@@ -11,6 +11,8 @@ Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2) for the modules; :mod:`spec
 checkpoints do differently.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence

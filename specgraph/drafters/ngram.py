@@ -3,6 +3,8 @@
 Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with Reference" (arXiv 2304.04487).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Self
 

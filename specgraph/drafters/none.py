@@ -1,5 +1,7 @@
 """No drafts: plain decoding by the same decoder, with which speculative decoding is compared."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

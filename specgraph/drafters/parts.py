@@ -1,5 +1,7 @@
 """Exports the parts of a head, each of which is a method of its module, as graphs, and joins graphs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

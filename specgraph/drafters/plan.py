@@ -1,5 +1,7 @@
 """Plans for untrained heads, from the sizes of the target and the settings of a training run or of ``bench``."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

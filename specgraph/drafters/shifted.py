@@ -5,6 +5,8 @@ this family adds its module, its configuration, and how its checkpoints are reco
 :func:`export_shifted` makes the graphs that :class:`~specgraph.drafters.chain.ChainDrafter` joins.
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

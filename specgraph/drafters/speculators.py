@@ -1,5 +1,7 @@
 """The configuration of EAGLE-3 and P-EAGLE heads in the layout of speculators."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from specgraph.drafters.base import DraftHead

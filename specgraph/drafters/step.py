@@ -2,6 +2,8 @@
 draft is drawn, and what it may keep.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -9,6 +9,8 @@ and a draft that is not made saves nothing. With a factor of 8, the limit rarely
 Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Self
 

@@ -1,5 +1,7 @@
 """Reads the call that transformers' ``generate`` has prepared for a decoding method, and refuses unsupported ones."""
 
+from __future__ import annotations
+
 import copy
 import inspect
 import math

@@ -1,5 +1,7 @@
 """The logits processors of transformers that a compiled step has itself, and what they are as options of a decoder."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol

@@ -1,5 +1,7 @@
 """Writes all stages of a compilation to a folder."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

@@ -1,5 +1,7 @@
 """Loads a dumped stage and runs it."""
 
+from __future__ import annotations
+
 import ast
 import functools
 import json

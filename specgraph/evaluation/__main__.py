@@ -3,6 +3,8 @@
 ``python -m specgraph.evaluation --model specgraph --model_args pretrained=MODEL,draft=DRAFT --tasks gsm8k``
 """
 
+from __future__ import annotations
+
 import importlib.util
 import sys
 

@@ -8,6 +8,8 @@ The harness finds models in a table of its own and reads no entry points, so thi
 ``python -m specgraph.evaluation`` does that and then is the harness's command line.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import fields

@@ -1,5 +1,7 @@
 """Lists the nodes that a pass added, removed and changed, by their names and by the pass that made each."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from specgraph.explore.difference import Difference, difference

@@ -1,5 +1,7 @@
 """The command ``diff``: two stages or two dumps, as text."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,6 +5,8 @@ nodes differently, since a node more shifts the numbers in the names of those be
 beside each other by what they call, in order.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The nodes of all stages in one table, so that a node that no pass has touched is in the page once."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,5 +1,7 @@
 """Puts everything into one HTML file."""
 
+from __future__ import annotations
+
 import html
 import json
 import os

@@ -1,5 +1,7 @@
 """Numbers for the byte formulas of a dump: ``1024*B*T`` for given sizes."""
 
+from __future__ import annotations
+
 import ast
 import operator
 from collections.abc import Callable, Mapping

@@ -1,5 +1,7 @@
 """The time of every step of a trace, beside the time that reading its bytes takes."""
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Reads a trace: what happened to every draft of a call, and why a draft was not accepted."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

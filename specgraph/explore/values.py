@@ -1,5 +1,7 @@
 """Runs two stages of dumps on the same input, and finds the first node whose value differs."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

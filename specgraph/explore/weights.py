@@ -1,5 +1,7 @@
 """Which weights several modules share, and which almost equal one of the target's."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

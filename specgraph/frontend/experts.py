@@ -1,5 +1,7 @@
 """How mixtures of experts are traced: as ``specgraph::expert_linear``, whatever their class computes it with."""
 
+from __future__ import annotations
+
 import inspect
 from types import MethodType
 from typing import Any

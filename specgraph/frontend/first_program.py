@@ -1,5 +1,7 @@
 """Makes the first program from a traced target and a drafter. Its step takes tokens and returns logits."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any, cast
 

@@ -1,5 +1,7 @@
 """How linear layers with packed weights are traced: as one op of their scheme, whatever their forward computes."""
 
+from __future__ import annotations
+
 from types import MethodType
 from typing import Any
 

@@ -6,6 +6,8 @@ names and their arguments are the whole interface. While a model is exported, ho
 thread alone. An argument that a hook does not know is refused by its name.
 """
 
+from __future__ import annotations
+
 import contextlib
 import sys
 import threading

@@ -10,6 +10,8 @@ Text models of multimodal ones compute angles for three rows of positions (time,
 some frequencies from each. For text, all rows are the same positions, so a traced model computes one of them.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,5 +1,7 @@
 """Makes a model from its configuration alone, for questions that do not depend on its weights."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -5,6 +5,8 @@ The model is exported without a cache. Meanwhile, hooks in transformers' own reg
 model that passes an argument which the hooks do not support is refused, with the name of the argument.
 """
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Refuses what a layer passes to a function that a hook takes the place of, if the hook does not know it."""
 
+from __future__ import annotations
+
 from collections.abc import Container, Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """How modules go through ``torch.compile``."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import threading

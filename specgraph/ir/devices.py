@@ -5,6 +5,8 @@ CUDA graph cannot hold such a copy. What depends on no input is always the same,
 operations on the same device, and becomes a tensor of the module. What is made of it runs on the model's device.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

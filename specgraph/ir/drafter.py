@@ -1,5 +1,7 @@
 """The interface between a drafter and the compiler. The drafters are in :mod:`specgraph.drafters`."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

@@ -13,6 +13,8 @@ One thread at a time exports, and none does while ``torch.compile`` compiles in 
 replacements in the order in which they made them, which no two threads could keep.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import functools

@@ -1,5 +1,7 @@
 """Exported programs without in-place ops, which FX could reorder or remove."""
 
+from __future__ import annotations
+
 import operator
 
 import torch

@@ -1,5 +1,7 @@
 """Helpers for FX graphs and modules that all parts of the compiler use."""
 
+from __future__ import annotations
+
 import inspect
 import itertools
 import operator

@@ -6,6 +6,8 @@ names. A new scheme is a :class:`Scheme` with the ops that it names and, if modu
 what recognises them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

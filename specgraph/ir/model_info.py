@@ -1,5 +1,7 @@
 """Facts about a traced model that the compiler needs besides its graphs."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -1,5 +1,7 @@
 """Says which line of a model's source a traced node comes from."""
 
+from __future__ import annotations
+
 import functools
 import re
 import sys

@@ -5,6 +5,8 @@ each copy. :func:`cut_at_layers` finds the layers by the hidden states between t
 each its own graph. The weights of a layer become inputs of its graph, so equal layers have equal graphs.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass

@@ -8,6 +8,8 @@ Readers of a graph get letters: :func:`shape_of` gives ``i64[B, T+1]`` or ``(i64
 real dimensions, and :func:`describe_bytes` gives the size of the tensors, as in ``1024*B*T`` or ``8*B*(T-1) + 4*B``.
 """
 
+from __future__ import annotations
+
 import functools
 import operator
 import re

@@ -1,5 +1,7 @@
 """Renders a graph as Python source."""
 
+from __future__ import annotations
+
 import keyword
 import math
 import operator

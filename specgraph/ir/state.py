@@ -1,5 +1,7 @@
 """The tensors that a step reads and writes between calls, allocated and visited as their buffers declare."""
 
+from __future__ import annotations
+
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence

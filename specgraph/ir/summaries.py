@@ -1,5 +1,7 @@
 """Summaries of the functions that a graph calls: the first sentence of the text that documents each."""
 
+from __future__ import annotations
+
 import inspect
 import re
 from collections.abc import Iterable

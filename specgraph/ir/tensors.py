@@ -1,5 +1,7 @@
 """Compares tensors that are large, or that are on two devices, and the memory that tensors show."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import torch

@@ -1,5 +1,7 @@
 """Checks that a program is well formed. It runs after every pass unless ``pipeline.verify`` is false."""
 
+from __future__ import annotations
+
 from torch import fx
 
 from specgraph.errors import VerificationError

@@ -1,5 +1,7 @@
 """The part of a program's interface that is needed to read it, for modules that ``program`` itself imports."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Protocol
 

@@ -1,5 +1,7 @@
 """The decoder: drives a compiled step graph over a batch of prompts."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect

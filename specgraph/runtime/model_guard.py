@@ -10,6 +10,8 @@ A decoder runs the forward hooks that modules had when they were traced, and no 
 a model that is asked for its hidden states. They compute nothing and do not count.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any

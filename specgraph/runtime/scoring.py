@@ -11,6 +11,8 @@ so does a question in front of several answers. Pages that scoring has filled ho
 shared among scored sequences alone.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """A session: sequences come and go while others decode."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import threading

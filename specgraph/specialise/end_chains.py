@@ -6,6 +6,8 @@ next draft only if some sequence wants one. Since the host waits for the step an
 catches up, runs no more rows than were accepted.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -7,6 +7,8 @@ buffers (:attr:`~specgraph.kernels.state.Buffer.indexed`) stay as they are, sinc
 The pass runs behind all others, so that they can speak of a buffer as the input of the step that it is.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """The kind of request for which a step is specialised."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 

@@ -14,6 +14,8 @@ The decoder applies this pass to steps that run prompts. ``capacity`` is a furth
 the number of rows that all sequences may have together.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -6,6 +6,8 @@ the host works between them: what it needs to know, the tokens so far and the dr
 begins. Log-probabilities that are ``raw`` stay those of the target's own logits.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -8,6 +8,8 @@ many of their rows are real (``num_rows``), and how many next tokens are given (
 The decoder applies this pass when it is first asked to score tokens.
 """
 
+from __future__ import annotations
+
 import operator
 from dataclasses import dataclass
 from typing import ClassVar

@@ -10,6 +10,8 @@ rows nobody reads later (``scratch``), modules that write nothing, and draws. Wh
 accepted prefix stays, so the drafts after a time with a smaller K are those that a larger one would have made.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The variants of a step that a decoder has met: made by passes when a request first needs them, and kept."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
 from dataclasses import replace

@@ -10,6 +10,8 @@ waits for it.
 The decoder applies this pass to the steps of requests that ask for a trace.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

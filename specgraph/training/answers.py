@@ -1,5 +1,7 @@
 """Lets the target write answers and keeps them in a file, which a resumed run or the run of another head reads."""
 
+from __future__ import annotations
+
 import copy
 import json
 import os

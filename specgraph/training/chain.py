@@ -13,6 +13,8 @@ Sources: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); P-EAGLE (Amazon, 2026), the
 (z-lab, 2026), the ``dflash`` of speculators; DSpark (DeepSeek, 2026), the ``dspark`` of DeepSpec.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

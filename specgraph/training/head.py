@@ -1,5 +1,7 @@
 """Makes a new head for a target, starts it from a saved one, and copies it for saving."""
 
+from __future__ import annotations
+
 import copy
 from collections import Counter
 from collections.abc import Sequence

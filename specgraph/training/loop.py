@@ -1,5 +1,7 @@
 """The training loop of a head, on ``accelerate``. A run that is killed can continue from its last checkpoint."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import itertools

@@ -5,6 +5,8 @@ accepted in a decode step is the number of correct drafts at the beginning of th
 over the answer gives it for all steps.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """Draws the loss curve of a run."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from specgraph.plots import new_figure

@@ -1,5 +1,7 @@
 """A whole run: the target writes answers, a head is trained on them, and a report is written."""
 
+from __future__ import annotations
+
 import json
 import platform
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """The frozen target, which gives hidden states and logits from the same traced graphs that decoding runs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

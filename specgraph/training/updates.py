@@ -1,5 +1,7 @@
 """The part that all training loops share: updates of a module by AdamW with a schedule, on accelerate."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """Captures functions as CUDA graphs that share their memory."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import sys

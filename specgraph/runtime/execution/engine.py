@@ -5,6 +5,8 @@ Steps are enqueued ``lag`` ahead of the one that is read. A row is free as soon 
 read: steps that are under way then find it inactive.
 """
 
+from __future__ import annotations
+
 import bisect
 import contextlib
 import threading

@@ -1,5 +1,7 @@
 """Makes the engines of a decoder, each over a state of its own, and runs their steps in PyTorch's plain mode."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections import Counter

@@ -1,5 +1,7 @@
 """Brings the prompt tokens of a step to the device, as its row index and its window."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

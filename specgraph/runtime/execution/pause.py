@@ -6,6 +6,8 @@ when that is done. A step of sequences with :class:`~specgraph.runtime.requests.
 is not enqueued before the one in front of it was read; sequences beside them wait with them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import time
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,7 @@
 """The modes of PyTorch, such as autocast, in which a decoder runs, whatever its caller has entered."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 

@@ -1,5 +1,7 @@
 """The packed results of a step, and the pinned memory in which they travel to the host."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -8,6 +8,8 @@ as inactive, and tokens behind the real rows of a window are padding. The host e
 one before: results travel to pinned memory, and an event tells when they are there.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """The runners of a decoder, each over a state that is kept for the next caller."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools

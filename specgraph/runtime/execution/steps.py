@@ -1,5 +1,7 @@
 """The steps of an engine: those that the device may still be running, and what the ones that were read emitted."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

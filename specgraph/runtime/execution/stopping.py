@@ -1,5 +1,7 @@
 """Ends sequences where a caller's stopping criteria say so."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -5,6 +5,8 @@ number of sequences, and for prompt steps the width of their windows and the num
 (:mod:`specgraph.runtime.schedule.prompt_shapes`). Other graphs begin sequences, for each number of them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

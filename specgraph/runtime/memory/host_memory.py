@@ -5,6 +5,8 @@ version 2 of the interface, ``memory.limit_in_bytes`` in version 1). What the fi
 cache of files, of which the kernel gives back the inactive part when memory is short.
 """
 
+from __future__ import annotations
+
 import functools
 import os
 from pathlib import Path

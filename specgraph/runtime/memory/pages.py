@@ -18,6 +18,8 @@ two of its own: one where its prompt stops following what is known, because othe
 at the last boundary of its prompt, for those that go on from there.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

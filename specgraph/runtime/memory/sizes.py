@@ -1,5 +1,7 @@
 """What a state has room for."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

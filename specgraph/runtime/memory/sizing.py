@@ -1,5 +1,7 @@
 """How many pages, snapshots and rows of recurrent state there is room for."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 

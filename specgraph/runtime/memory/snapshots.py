@@ -11,6 +11,8 @@ Which buffers are copied is what they declare (``Buffer.chunk``). Copies run on 
 steps, from and to buffers of fixed addresses; so the host does not wait, and captured graphs know nothing of them.
 """
 
+from __future__ import annotations
+
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """The memory of the sequences that decode together: a state, its pages, and its snapshots."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor

@@ -1,5 +1,7 @@
 """The state of a decoder: how a sequence enters one of its rows, and how it leaves it again."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Puts what steps emit together into the results of ``generate`` and ``stream``."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Sequence
 from typing import Any

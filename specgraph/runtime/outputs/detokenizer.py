@@ -1,5 +1,7 @@
 """Turns the tokens of a sequence into pieces of text that can be shown while it goes on."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

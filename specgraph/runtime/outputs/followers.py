@@ -1,5 +1,7 @@
 """Gives the events of a session to the asyncio tasks that follow one sequence each, such as the clients of a server."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 

@@ -1,5 +1,7 @@
 """The results of ``generate``, of ``stream`` and of sessions."""
 
+from __future__ import annotations
+
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self

@@ -1,5 +1,7 @@
 """Counts and times of a call and of a session."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from dataclasses import dataclass, field

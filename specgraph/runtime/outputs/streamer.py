@@ -1,5 +1,7 @@
 """Gives what steps emit to one of transformers' streamers."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import torch

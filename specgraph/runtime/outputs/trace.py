@@ -1,5 +1,7 @@
 """What happened to every draft of a call: ``generate(trace=True)``."""
 
+from __future__ import annotations
+
 import json
 import math
 import sys

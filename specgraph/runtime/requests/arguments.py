@@ -4,6 +4,8 @@ Every attribute of transformers' ``GenerationConfig`` and every parameter of its
 tables, so that none is ignored in silence. A test compares them with the installed transformers.
 """
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple

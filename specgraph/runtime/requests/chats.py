@@ -1,5 +1,7 @@
 """Conversations in: checks their messages, and writes them in the chat template of a tokenizer."""
 
+from __future__ import annotations
+
 import inspect
 import json
 import re

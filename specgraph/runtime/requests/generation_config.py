@@ -1,5 +1,7 @@
 """What a model's ``generation_config`` asks for: honoured where it can be, refused by name where not."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -7,6 +7,8 @@ structure may begin behind a boundary (:mod:`specgraph.runtime.requests.delayed_
 masked, since the host would have to wait once more for each of them.
 """
 
+from __future__ import annotations
+
 import json
 import threading
 import warnings

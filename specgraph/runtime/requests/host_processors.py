@@ -6,6 +6,8 @@ i drafts. Which rows count is only known when the step has been read, so a proce
 tokens, whenever it is asked.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """Where a sequence ends: its EOS ids, and how long it gets."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

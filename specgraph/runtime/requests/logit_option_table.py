@@ -1,5 +1,7 @@
 """Every option that changes logits: how its values are read, what it fills, and what of transformers does the same."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Mapping

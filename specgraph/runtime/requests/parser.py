@@ -1,5 +1,7 @@
 """Reads the arguments of ``generate``, ``stream`` and ``submit`` with a model's defaults."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

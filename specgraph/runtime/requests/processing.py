@@ -1,5 +1,7 @@
 """What changes the logits of one sequence, as checked values: the options of ``specgraph.kernels.processors``."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,5 +1,7 @@
 """The logits and scores from which tokens were chosen, in the form in which transformers gives them."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -1,5 +1,7 @@
 """A request: the prompt of one sequence with everything that was asked for it, checked."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,5 +1,7 @@
 """Turns the sampling arguments that a user passes into checked values, one of each per sequence."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

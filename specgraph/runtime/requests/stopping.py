@@ -4,6 +4,8 @@ Criteria run on the host, after a step was read and before the next one is enque
 what steps emit for it after that is dropped.
 """
 
+from __future__ import annotations
+
 import threading
 import weakref
 from collections.abc import Callable, Set

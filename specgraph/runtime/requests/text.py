@@ -1,5 +1,7 @@
 """Texts in, texts out: for those who do not want to see token ids."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Reads single values of a caller's: numbers, flags, token ids and functions. Each is refused in one sentence."""
 
+from __future__ import annotations
+
 import inspect
 import math
 import numbers

@@ -10,6 +10,8 @@ only for drafts that are a function of the accepted tokens: given these tokens, 
 :class:`Longest` leaves no draft out, so it also serves drafters that draw their drafts.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Hashable, Sequence
 

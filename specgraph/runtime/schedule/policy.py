@@ -1,5 +1,7 @@
 """How an engine chooses its steps."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,5 +1,7 @@
 """Cuts prompts into the windows of wide steps."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -5,6 +5,8 @@ its whole length, waits, and so do those behind it; what is admitted never waits
 pending, a step runs some of their tokens and all sequences that decode; decode steps follow.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,5 +1,7 @@
 """A sequence of an engine on its way from the queue to its end."""
 
+from __future__ import annotations
+
 import enum
 from dataclasses import dataclass, field
 

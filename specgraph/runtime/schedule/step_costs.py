@@ -1,5 +1,7 @@
 """What decode steps cost by their number of rows, as the steps of a decoder have shown."""
 
+from __future__ import annotations
+
 import bisect
 from collections.abc import Hashable
 from dataclasses import dataclass
