@@ -439,6 +439,32 @@ def test_an_alias_of_what_is_refused_is_refused() -> None:
         last(toy(HiddenProduct(), torch.randn(5, 8)), [LowerKernels()])
 
 
+def by_row(x: Tensor) -> Tensor:
+    return x.relu().softmax(-1).flip(1)
+
+
+def across_rows(x: Tensor) -> Tensor:
+    return x @ x.sin().T
+
+
+def with_call(function: Callable[[Tensor], Tensor]) -> Program:
+    """A program of a module that calls a function which is no op."""
+    program = toy(Around(lambda x, y: y), torch.randn(5, 8))
+    graph = program.modules["toy"].graph
+    (value,) = graph.output_node().all_input_nodes
+    with graph.inserting_after(value):
+        call = graph.call_function(function, (value,))
+    call.meta["val"] = function(value.meta["val"])
+    graph.output_node().replace_input_with(value, call)
+    return program
+
+
+def test_a_function_is_judged_by_the_ops_that_it_calls() -> None:
+    assert targets(last(with_call(by_row), [LowerKernels()]), "toy")
+    with pytest.raises(PassError, match=r"toy\.across_rows .*numerics=bitwise rules out"):
+        last(with_call(across_rows), [LowerKernels()])
+
+
 @pytest.mark.parametrize("numerics", ["bitwise", "fast"])
 @pytest.mark.parametrize("gluon", [True, False])
 def test_a_gpu_whose_triton_is_another_is_told(gluon: bool, numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
