@@ -31,18 +31,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all": {"window": 4, "softcap": 1.5, "sinks": torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)},
 }
 variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+value_dims = pytest.mark.parametrize("value_dim", [VALUE_DIM, DIM])
+"""On a CPU, PyTorch's fused attention is for values as long as keys alone."""
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def rows(length: int, batch: int = 1, groups: int = GROUPS) -> tuple[Tensor, Tensor, Tensor]:
+def rows(
+    length: int, batch: int = 1, groups: int = GROUPS, value_dim: int = VALUE_DIM
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of whole sequences."""
     return (
         randn(batch, HEADS, length, DIM, seed=1),
         randn(batch, groups, length, DIM, seed=2),
-        randn(batch, groups, length, VALUE_DIM, seed=3),
+        randn(batch, groups, length, value_dim, seed=3),
     )
 
 
@@ -72,8 +76,9 @@ class Pages:
     """The cache of some sequences in scattered pages, and calls that write to it."""
 
     def __init__(
-        self, lengths: list[int], *, fill: float = 0.0, order: list[int] | None = None, spare: int = 1
-    ) -> None:
+        self, lengths: list[int], *, fill: float = 0.0, order: list[int] | None = None, spare: int = 1,
+        value_dim: int = VALUE_DIM,
+    ) -> None:  # fmt: skip
         counts = [-(-n // BLOCK) for n in lengths]
         total = sum(counts) + spare
         free = order or torch.randperm(total, generator=torch.Generator().manual_seed(7)).tolist()
@@ -81,7 +86,7 @@ class Pages:
         for row, count in enumerate(counts):
             self.table[row, :count] = torch.tensor([free.pop() for _ in range(count)])
         self.k = torch.full((total, BLOCK, GROUPS, DIM), fill, dtype=torch.float64)
-        self.v = torch.full((total, BLOCK, GROUPS, VALUE_DIM), fill, dtype=torch.float64)
+        self.v = torch.full((total, BLOCK, GROUPS, value_dim), fill, dtype=torch.float64)
 
     def slot(self, row: int, position: int) -> int:
         return int(self.table[row, position // BLOCK]) * BLOCK + position % BLOCK
@@ -138,11 +143,12 @@ def test_dense_equals_the_oracle(options: dict[str, Any], groups: int):
 
 @both_forms
 @variants
+@value_dims
 @pytest.mark.parametrize("size", range(1, 12))
-def test_chunks_of_any_size_equal_dense(options: dict[str, Any], size: int):
-    qkv = rows(11, 2)
+def test_chunks_of_any_size_equal_dense(options: dict[str, Any], size: int, value_dim: int):
+    qkv, pages = rows(11, 2, value_dim=value_dim), Pages([11, 11], value_dim=value_dim)
     expected = ATTENTION.form("reference")(*qkv, scale=0.4, **options)
-    torch.testing.assert_close(in_chunks(qkv, size, Pages([11, 11]), scale=0.4, **options), expected, **EXACT)
+    torch.testing.assert_close(in_chunks(qkv, size, pages, scale=0.4, **options), expected, **EXACT)
 
 
 @both_forms
@@ -242,10 +248,13 @@ def test_a_row_does_not_depend_on_the_other_rows_of_the_call(options: dict[str, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
-def test_on_a_cpu_low_precision_runs_the_form_for_it_and_is_near_the_definition(dtype: torch.dtype, window: int | None):
-    exact, qkv = Pages([9, 9]), tuple(x.to(dtype) for x in rows(9, 2))
+@value_dims
+def test_on_a_cpu_low_precision_runs_the_form_for_it_and_is_near_the_definition(
+    dtype: torch.dtype, window: int | None, value_dim: int
+):
+    exact, qkv = Pages([9, 9], value_dim=value_dim), tuple(x.to(dtype) for x in rows(9, 2, value_dim=value_dim))
     expected = in_chunks(tuple(x.double() for x in qkv), 4, exact, scale=0.4, window=window)  # type: ignore[arg-type]
-    pages = Pages([9, 9])
+    pages = Pages([9, 9], value_dim=value_dim)
     pages.k, pages.v = pages.k.to(dtype), pages.v.to(dtype)
     found = in_chunks(qkv, 4, pages, scale=0.4, window=window)  # type: ignore[arg-type]
     given = PagedAttention(
@@ -257,12 +266,33 @@ def test_on_a_cpu_low_precision_runs_the_form_for_it_and_is_near_the_definition(
     )
 
 
-@pytest.mark.parametrize("count", [1, 5, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_on_a_cpu_the_result_has_the_strides_that_compiled_code_relies_on(count: int, dtype: torch.dtype):
-    pages = Pages([12])
+@pytest.mark.parametrize("length", [12, 90])
+def test_on_a_cpu_no_bit_depends_on_the_other_sequences(dtype: torch.dtype, length: int):
+    qkv = tuple(x.to(dtype) for x in rows(length + 4, 3, value_dim=DIM))
+
+    def attended(sequences: list[int], counts: list[int]) -> Tensor:
+        pages, own = Pages([length + 4] * len(sequences), value_dim=DIM), tuple(x[sequences] for x in qkv)
+        pages.k, pages.v = pages.k.to(dtype), pages.v.to(dtype)
+        starts = [length - 3 * sequence for sequence in sequences]
+        pages.call(own, [0] * len(sequences), starts, length, scale=0.4)  # type: ignore[arg-type]
+        return pages.call(own, starts, counts, max(counts), scale=0.4)  # type: ignore[arg-type]
+
+    for counts in ([1, 1, 1], [4, 2, 3]):
+        together = attended([0, 1, 2], counts)
+        for sequence, count in enumerate(counts):
+            assert torch.equal(together[sequence, :count], attended([sequence], [count])[0])
+
+
+@pytest.mark.parametrize("count", [1, 5, 9, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@value_dims
+def test_on_a_cpu_the_result_has_the_strides_that_compiled_code_relies_on(
+    count: int, dtype: torch.dtype, value_dim: int
+):
+    pages = Pages([20], value_dim=value_dim)
     slots = torch.tensor([[pages.slot(0, row) for row in range(count)]])
-    qkv = [x.to(dtype) for x in rows(count)]
+    qkv = [x.to(dtype) for x in rows(count, value_dim=value_dim)]
     positions = torch.arange(count).unsqueeze(0)
     found = torch.ops.specgraph.paged_attention(
         *qkv, pages.k.to(dtype), pages.v.to(dtype), slots, pages.table, positions, scale=0.4
