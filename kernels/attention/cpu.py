@@ -107,8 +107,9 @@ def _over(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int
     hidden = _hidden(rows, keys.shape[1], window, sharing, query.dtype)
     if rows <= FEW_ROWS and dim != values.shape[2]:
         return _two_products(shared, keys, values, scale, hidden).view(heads, rows, -1)
-    given = (x.unsqueeze(0) for x in (shared, keys, values))
-    found = torch.nn.functional.scaled_dot_product_attention(*given, attn_mask=hidden, scale=scale, enable_gqa=True)
+    found = torch.nn.functional.scaled_dot_product_attention(
+        shared.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=hidden, scale=scale, enable_gqa=True
+    )
     return found.reshape(heads, rows, -1)
 
 
