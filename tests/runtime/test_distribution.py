@@ -23,7 +23,7 @@ from specgraph.runtime.outputs.stats import Stats
 from tests.decoding import CONFIG, compiled
 from tests.models import make_model
 
-VOCAB, LENGTH, BATCH, RUNS = 5, 4, 8192, 25
+VOCAB, LENGTH, BATCH, RUNS = 5, 4, 8192, 12
 PROMPT = torch.tensor([3, 1, 4])
 FEWER, UP = {1: 3, 4000: 1, 6000: 2}, {1: 3, 5000: 1, 7000: 2}
 """K by load, which changes while sequences enter and while they end: steps decode about 2730, 5460, 7650, 6450, 3670
@@ -108,7 +108,7 @@ def test_joint_distribution_over_several_steps(
     extra: dict[str, Any] = {"verify": {"rule": rule}, "max_batch_size": BATCH}
     decoder = compiled(model(0), kind, k, loaded, **extra) if k != ENDS else ending(rule)  # type: ignore[arg-type]
     counts, last = sampled(decoder, RUNS, temperature, top_k)
-    assert counts.sum() >= 200_000
+    assert counts.sum() >= 90_000
     if k == ENDS:
         assert len(last.steps_by_drafts) > 1
         assert decoder._program.drafter.least_survival == 0.3
@@ -118,7 +118,7 @@ def test_joint_distribution_over_several_steps(
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_a_draft_that_is_left_out_because_of_its_own_value_is_found(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fifth of the runs is enough, since the counts are far off."""
+    """Five runs are enough, since the counts are far off."""
     right = step.where_surviving
 
     def biased(token: Tensor, before: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_a_draft_that_is_left_out_because_of_its_own_value_is_found(rule: str, m
 
     monkeypatch.setattr(draft_model, "least_survival", lambda *models: 0.3)
     monkeypatch.setattr(step, "where_surviving", biased)
-    counts, _ = sampled(ending(rule), RUNS // 5, 1.0, 0)
+    counts, _ = sampled(ending(rule), 5, 1.0, 0)
     assert p_value(counts, exact_joint(1.0, 0)) < 1e-9
 
 
