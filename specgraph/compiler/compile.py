@@ -24,7 +24,7 @@ from specgraph.errors import ConfigError, SpecgraphWarning, UnsupportedModelErro
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
 from specgraph.ir.compiling import start_compiler
-from specgraph.ir.linear import scheme_of
+from specgraph.ir.linear import packed_tensors
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.passes.insert_draft import InsertDraft
@@ -167,7 +167,7 @@ def check_dtypes(model: PreTrainedModel) -> None:
     """
     buffers = model.named_buffers() if getattr(model, "is_quantized", False) else ()
     kept = itertools.chain(model.named_parameters(), ((name, value) for name, value in buffers if value.dim() > 1))
-    packed = {id(tensor) for module in model.modules() if (found := scheme_of(module)) for tensor in found[1]}
+    packed = set(map(id, packed_tensors(model)))
     other = next(((name, value) for name, value in kept if id(value) not in packed and not _is_plain(value)), None)
     if other is None:
         return

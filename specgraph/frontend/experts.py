@@ -1,4 +1,7 @@
-"""How mixtures of experts are traced: as ``specgraph::expert_linear``, whatever their class computes it with."""
+"""How mixtures of experts are traced: by the op of their weights' scheme, whatever their class computes it with.
+
+That is ``specgraph::expert_linear`` for plain stacks of matrices.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ import inspect
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-import specgraph.kernels.linear.experts  # noqa: F401  (registers the op)
+from specgraph.ir.linear import DENSE, stacks_of
 
 HOOK = "specgraph"
 """The name of the hooks in transformers' registries."""
@@ -28,9 +30,12 @@ def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_wei
     has_bias, transposed = getattr(experts, "has_bias", False), getattr(experts, "is_transposed", False)
     gated = getattr(experts, "has_gate", True)
 
+    packed = stacks_of(self)
+
     def linear(x: Tensor, name: str) -> Tensor:
+        scheme, weight = packed.get(name) or (DENSE, (getattr(experts, name),))
         bias = getattr(experts, f"{name}_bias") if has_bias else None
-        return torch.ops.specgraph.expert_linear(x, getattr(experts, name), bias, ids, transposed=transposed)
+        return scheme.experts(x, *weight, bias, ids, transposed=transposed)
 
     inner = linear(inner, "gate_up_proj" if gated else "up_proj")
     inner = experts._apply_gate(inner) if gated else experts.act_fn(inner)
@@ -41,13 +46,13 @@ def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_wei
 
 
 def hook_experts(model: nn.Module) -> None:
-    """Route experts whose class is not in transformers' interface to :func:`experts_hook`.
+    """Route experts whose class is not in transformers' interface, or whose weights are packed, to the hook.
 
-    They are recognised by their form: the arguments, the weights, and the function that combines gate and input, of
-    classes that are in the interface.
+    Those with plain weights are recognised by their form: the arguments, the weights, and the function that combines
+    gate and input, of classes that are in the interface.
     """
     for module in model.modules():
-        if _has_form(module):
+        if _has_form(module) or stacks_of(module):
             experts: Any = module
             experts.forward = MethodType(experts_hook, experts)
 

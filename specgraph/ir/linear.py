@@ -36,7 +36,8 @@ class Scheme:
             ``specgraph::linear`` has it; None if ``traced`` is what runs, and nothing is fused with it.
         with_norm: the same with the parts of the norm that reads the result, as ``specgraph::linear_norm``; or None.
         few_rows: a form of ``traced`` for the few rows of a decode step on a CPU; or None.
-        experts: the op whose argument ``expert_ids`` says for each row which matrix of a stack it meets; or None.
+        experts: the op whose argument ``expert_ids`` says for each row which matrix of a stack it meets,
+            ``(x, *weight, bias, expert_ids, *, transposed=False)``; or None.
     """
 
     name: str
@@ -63,6 +64,12 @@ class Scheme:
         tracing; else None. A layer whose forward calls ``traced`` by itself, as that of ``nn.Linear``, needs none.
         """
         return None
+
+    def stacks_of(self, module: nn.Module) -> dict[str, tuple[Tensor, ...]]:
+        """The tensors of every stacked weight of a mixture of experts that is stored like this, by the name that
+        transformers gives the weight (``gate_up_proj``, ``up_proj``, ``down_proj``). Plain stacks need not be named.
+        """
+        return {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +154,19 @@ def scheme_of(module: nn.Module) -> tuple[Scheme, tuple[Tensor, ...]] | None:
         if weight is not None:
             return scheme, weight
     return None
+
+
+def stacks_of(module: nn.Module) -> dict[str, tuple[Scheme, tuple[Tensor, ...]]]:
+    """The packed stacks of a mixture of experts by their names, each with its scheme; empty if there are none."""
+    return {name: (scheme, weight) for scheme in SCHEMES for name, weight in scheme.stacks_of(module).items()}
+
+
+def packed_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors of all weights of a model that are stored in a scheme which needs a hook."""
+    for module in model.modules():
+        found = scheme_of(module)
+        for _, weight in ([] if found is None else [found]) + list(stacks_of(module).values()):
+            yield from weight
 
 
 def _ops(scheme: Scheme) -> tuple[Any, ...]:

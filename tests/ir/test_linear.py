@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from specgraph.frontend.tracing import trace
 from specgraph.ir import linear as linears
 from specgraph.ir.linear import DENSE, Scheme, describe
 from specgraph.ir.traffic import reads_of
+from specgraph.kernels.linear.experts import EXPERT_LINEAR
 from specgraph.kernels.ops import Variant, declare
 from specgraph.passes.few_rows import FewRows
 from specgraph.passes.pipeline import run_passes
@@ -34,6 +35,9 @@ from tests.models import make_head, make_model, ragged_prompts
 
 END = 2
 """The token that ends a sequence of the tiny models."""
+
+STACKS = ("gate_up_proj", "down_proj")
+"""The stacked weights of a mixture of experts."""
 
 # The scheme
 
@@ -77,12 +81,73 @@ def _int8_fake(given: Int8Linear) -> Tensor:
 declare("toy_int8_linear", Int8Linear, _int8_fake, (Variant("reference", _int8_reference, batch_invariant=True),))
 
 
+class Int8Experts(nn.Module):
+    """A mixture of experts as a quantiser leaves it: packed stacks, and a forward of its own."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.experts = [experts]  # not a submodule
+        for name in STACKS:
+            layers = [Int8Layer(as_linear(matrix), torch.float32) for matrix in getattr(experts, name)]
+            for part in ("packed", "scale"):
+                stack = torch.stack([getattr(layer, part).detach() for layer in layers])
+                self.register_parameter(f"{name}_{part}", nn.Parameter(stack, requires_grad=False))
+
+    def _apply_gate(self, inner: Tensor) -> Tensor:
+        return self.experts[0]._apply_gate(inner)
+
+    def stack(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.get_parameter(f"{name}_packed"), self.get_parameter(f"{name}_scale")
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return self.dequantised()(hidden, top_k_index, top_k_weights)
+
+    def dequantised(self) -> nn.Module:
+        experts = copy.deepcopy(self.experts[0])
+        for name in STACKS:
+            packed, scale = self.stack(name)
+            getattr(experts, name).data = packed.double() * scale.double()[..., None]
+        return experts
+
+
+@dataclass(slots=True)
+class Int8ExpertLinear:
+    x: Tensor
+    packed: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    expert_ids: Tensor
+    _: KW_ONLY
+    transposed: bool = False
+
+
+def _int8_experts_reference(given: Int8ExpertLinear) -> Tensor:
+    weight = given.packed.to(given.x.dtype) * given.scale.to(given.x.dtype)[..., None]
+    return EXPERT_LINEAR.form("reference")(given.x, weight, given.bias, given.expert_ids)
+
+
+def _int8_experts_fake(given: Int8ExpertLinear) -> Tensor:
+    return given.x.new_empty(given.x.shape[0], given.packed.shape[1])
+
+
+declare(
+    "toy_int8_experts", Int8ExpertLinear, _int8_experts_fake,
+    (Variant("reference", _int8_experts_reference, batch_invariant=True),),
+)  # fmt: skip
+
+
 class Int8(Scheme):
     def weight_of(self, module: nn.Module) -> tuple[Tensor, ...] | None:
         return (module.packed, module.scale) if isinstance(module, Int8Layer) else None
 
+    def stacks_of(self, module: nn.Module) -> dict[str, tuple[Tensor, ...]]:
+        return {name: module.stack(name) for name in STACKS} if isinstance(module, Int8Experts) else {}
 
-INT8 = Int8("int8", torch.ops.specgraph.toy_int8_linear.default, ("packed", "scale"))
+
+INT8 = Int8(
+    "int8", torch.ops.specgraph.toy_int8_linear.default, ("packed", "scale"),
+    experts=torch.ops.specgraph.toy_int8_experts.default,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +193,26 @@ def oracle(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def as_linear(matrix: Tensor) -> nn.Linear:
+    made = nn.Linear(*reversed(matrix.shape), bias=False, dtype=matrix.dtype)
+    made.weight.data = matrix.detach()
+    return made
+
+
+def quantised_mixture() -> PreTrainedModel:
+    """A float64 mixture of experts whose stacks are packed, and its attention, too."""
+    model = make_model("qwen3_moe", seed=3, dtype=torch.float64)
+    _replace(model, nn.Linear, lambda layer: Int8Layer(layer, torch.float32), ("_proj",))
+    _replace(model, type(model.model.layers[0].mlp.experts), Int8Experts, ("experts",))
+    return model
+
+
+def dense_mixture(model: PreTrainedModel) -> PreTrainedModel:
+    model = oracle(model)
+    _replace(model, Int8Experts, Int8Experts.dequantised, ("experts",))
+    return model
+
+
 @pytest.fixture(params=["inductor", "gpu"])
 def lowering(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -163,6 +248,17 @@ def test_tokens_are_those_of_the_dequantised_model(draft: str, scale_dtype: torc
     found = decoder.generate(prompts, max_new_tokens=12).new_tokens
     expected = forward_greedy(oracle(model), prompts, 12)
     assert_same_tokens(model, prompts, found, [up_to_end(tokens) for tokens in expected])
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_packed_experts_give_the_tokens_of_the_dequantised_model(draft: str, lowering: str) -> None:
+    model, prompts = quantised_mixture(), ragged_prompts()
+    decoder = compiled(model, lowering, draft={"kind": draft}, debug={"self_check": True})
+    calls = [linear for linear in int8_calls(decoder, "target") if linear.expert_ids is not None]
+    assert [len(linear.weight) for linear in calls] == [2] * 2 * model.config.num_hidden_layers
+    expected = forward_greedy(dense_mixture(model), prompts, 12)
+    found = decoder.generate(prompts, max_new_tokens=12).new_tokens
+    assert_same_tokens(dense_mixture(model), prompts, found, [up_to_end(tokens) for tokens in expected])
 
 
 def up_to_end(tokens: Tensor) -> Tensor:
@@ -225,6 +321,14 @@ def test_packed_bytes_count() -> None:
     assert expected <= weights <= expected + constant
 
 
+def test_packed_bytes_of_experts_count_for_the_rows_that_meet_them() -> None:
+    """A row meets two of four experts."""
+    model = quantised_mixture()
+    stacks = [part for layer in model.model.layers for name in STACKS for part in layer.mlp.experts.stack(name)]
+    reads = reads_of(trace(model).body).weights
+    assert sum(size for size, share in reads if share == 0.5) == sum(x.numel() * x.element_size() for x in stacks)
+
+
 def test_equal_packed_weights_are_shared() -> None:
     """A draft model that is the target's copy takes all its tensors, packed ones and scales."""
     model = quantised()
@@ -242,10 +346,11 @@ def test_there_is_no_form_for_few_rows() -> None:
     assert reports[0].result.matches == 1  # the projection onto the vocabulary
 
 
-def test_a_packed_model_of_no_known_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [quantised, quantised_mixture])
+def test_a_packed_model_of_no_known_scheme_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "SCHEMES", [DENSE])
     with pytest.raises(UnsupportedModelError, match=r"packed is torch\.int8"):
-        specgraph.compile_speculative(quantised())
+        specgraph.compile_speculative(make())
 
 
 def test_a_node_is_described_by_the_names_of_its_arguments() -> None:
