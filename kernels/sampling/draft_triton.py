@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.floors import find_floors
@@ -69,10 +69,9 @@ def _scan_drafts(
     FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):
     """Scan one split of one row. The grid is (rows * splits)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        # ``_finish_drafts`` is a small kernel, so starting it early costs little.
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_wait(PDL)
+    # ``_finish_drafts`` is a small kernel, so starting it early costs little.
+    gdc_launch_dependents(PDL)
     program = tl.program_id(0)
     row, split = program // splits, program % splits
     batch = row // count
@@ -92,9 +91,8 @@ def _finish_drafts(
     ids_ptr, reports_ptr, token_ptr, chosen_ptr, splits, SPLITS: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr
 ):
     """For one row, store its token as a target id and as a draft id, which is -1 if the row has nothing but -inf."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     row = tl.program_id(0)
     one = tl.arange(0, 1)  # [1]
     tokens, _ = row_tokens(reports_ptr, row + one, one == 0, splits, tl.num_programs(0) * splits, SPLITS)
@@ -113,8 +111,7 @@ def _write_processed(
     SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):
     """Write ``process_logits`` of one split of a row, with -inf for ids that the target does not have."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     program = tl.program_id(0)
     row, split = program // splits, program % splits
     temperature = tl.load(temperature_ptr + row // count).to(tl.float32)
@@ -132,8 +129,7 @@ def _write_processed(
         value = processed_value(x, tl.zeros_like(x) + temperature)
         value = tl.where(one_hot, tl.where(entry == tl.maximum(chosen, 0), 0.0, -float("inf")), value)
         tl.store(out_ptr + row.to(tl.int64) * vocab + entry, value, mask=entry < vocab)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 def sample_draft_triton(
@@ -162,22 +158,22 @@ def sample_draft_triton(
     total_splits = batch * count * splits
     reports = torch.empty((REPORT_COLUMNS, total_splits), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(batch * count, dtype=torch.int32, device=logits.device)
-    pdl = supports_pdl(logits.device)
     # Without contraction, the same expression gives the same bits in every kernel.
-    launch: dict[str, Any] = {
-        "MAPPED": mapped, "PDL": pdl, "num_warps": warps, "enable_fp_fusion": False, **launch_options(pdl)
-    }
-    common = {"SPLIT": split, "FLOORED": floors is not None, **launch}
+    options: dict[str, Any] = {"MAPPED": mapped, "num_warps": warps, "enable_fp_fusion": False}
+    common = {"SPLIT": split, "FLOORED": floors is not None, **options}
     bounds = temperature if floors is None else floors
-    _scan_drafts[(total_splits,)](
+    launch(
+        _scan_drafts, (total_splits,),
         logits, ids, temperature, key if seeds is None else seeds.contiguous(), key, bounds, reports, count, row, vocab,
         limit, splits, STREAM=stream, SHARED=shared, NOISE=seeds is not None, **common,
     )
-    _finish_drafts[(batch * count,)](
-        ids, reports, token, chosen, splits, SPLITS=triton.next_power_of_2(max(splits, 2)), **launch
+    launch(
+        _finish_drafts, (batch * count,),
+        ids, reports, token, chosen, splits, SPLITS=triton.next_power_of_2(max(splits, 2)), **options
     )
     if return_processed:
-        _write_processed[(total_splits,)](
+        launch(
+            _write_processed, (total_splits,),
             logits, ids, temperature, bounds, chosen, out, count, vocab, limit, splits, TILE=tile, **common
         )
     return token, out

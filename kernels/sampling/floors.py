@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import (
     INF_KEY,
@@ -134,8 +134,7 @@ def _find_largest(
     SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):
     """Store the largest logit of every split, ``[B * R, splits]``."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     program = tl.program_id(0)
     row_ptr = logits_ptr + (program // splits).to(tl.int64) * vocab
     top = tl.full((TILE,), -float("inf"), tl.float32)
@@ -143,8 +142,7 @@ def _find_largest(
         entry = program % splits * SPLIT + i * TILE + tl.arange(0, TILE)
         top = tl.maximum(top, clean(_load_logits(row_ptr, ids_ptr, entry, size, limit, MAPPED)))
     tl.store(largest_ptr + program, tl.max(top, 0))
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 @triton.jit(do_not_specialize=["count", "num_rows", "limit", "search_pass"])
@@ -155,8 +153,7 @@ def _weigh_above(
     FLOORED: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):
     """Pass ``search_pass`` for one split of a row: narrow the bracket, then sum the weights above 15 pivots in it."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     if _applies(option_ptr, temperature_ptr, row // count, vocab, MASS):
         low, high = _bracket(
@@ -189,8 +186,7 @@ def _weigh_above(
                 above = tl.where(x[None, :] > bound[:, None], above + weight[None, :], above)
             at = ((search_pass % 2 * num_rows + row).to(tl.int64) * splits + split) * _WAYS
             tl.store(sums_ptr + at + way, tl.sum(above, 1))
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 @triton.jit
@@ -217,8 +213,7 @@ def _raise_floors(
     FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):
     """For one row, raise the floor to the one that a search has found or that min-p asks for, if that is higher."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     row = tl.program_id(0)
     batch = row // count
     one = tl.arange(0, 1)
@@ -244,8 +239,7 @@ def _raise_floors(
             value = processed_value(largest, temperature) + tl.log(least.to(tl.float64)).to(tl.float32)
             floor = tl.maximum(floor, _smallest_with(value, sort_key(largest).to(tl.int64), temperature))
     tl.store(floors_ptr + row + one, floor)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 def find_floors(
@@ -276,30 +270,32 @@ def find_floors(
     brackets = torch.empty((num_passes, num_rows, 2), dtype=torch.int64, device=logits.device)
     limit = 2**31 - 1 if limit is None else limit
     size = min(vocab, limit) if ids is None else vocab
-    pdl = supports_pdl(logits.device)
-    launch: dict[str, Any] = {"PDL": pdl, "num_warps": WARPS, "enable_fp_fusion": False, **launch_options(pdl)}
-    rows: dict[str, Any] = {"SPLIT": split, "TILE": min(TILE, split), "MAPPED": ids is not None, **launch}
+    options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
+    rows: dict[str, Any] = {"SPLIT": split, "TILE": min(TILE, split), "MAPPED": ids is not None, **options}
     merge: dict[str, Any] = {"ZERO_BITS": zero_bits, "SPLITS": triton.next_power_of_2(max(splits, 2))}
     ids = temperature if ids is None else ids
     if top_p is not None or min_p is not None:
-        _find_largest[(num_rows * splits,)](logits, ids, largest, vocab, size, limit, splits, **rows)
+        launch(_find_largest, (num_rows * splits,), logits, ids, largest, vocab, size, limit, splits, **rows)
     searches = [(option, mass) for option, mass in ((top_k, False), (top_p, True)) if option is not None]
     floored = False
     for option, mass in searches:
         for search_pass in range(num_passes):
-            _weigh_above[(num_rows * splits,)](
+            launch(
+                _weigh_above, (num_rows * splits,),
                 logits, ids, temperature, option, largest, floors, brackets, sums, count, num_rows, vocab, size, limit,
                 splits, search_pass, MASS=mass, FLOORED=floored, **merge, **rows,
             )
         last = option is searches[-1][0] and min_p is not None
-        _raise_floors[(num_rows,)](
+        launch(
+            _raise_floors, (num_rows,),
             temperature, option, min_p if last else option, largest, floors, brackets, sums, count, num_rows, vocab,
-            splits, num_passes, SEARCHED=True, MASS=mass, MIN=last, FLOORED=floored, **merge, **launch,
+            splits, num_passes, SEARCHED=True, MASS=mass, MIN=last, FLOORED=floored, **merge, **options,
         )
         floored = True
     if not searches:
-        _raise_floors[(num_rows,)](
+        launch(
+            _raise_floors, (num_rows,),
             temperature, min_p, min_p, largest, floors, brackets, sums, count, num_rows, vocab, splits, num_passes,
-            SEARCHED=False, MASS=False, MIN=True, FLOORED=False, **merge, **launch,
+            SEARCHED=False, MASS=False, MIN=True, FLOORED=False, **merge, **options,
         )
     return floors

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
 from specgraph.kernels.sampling.constants import TL_STREAM_RESIDUAL
 from specgraph.kernels.sampling.gumbel import (
     LOG2E,
@@ -149,8 +150,7 @@ def sample_residual(
     MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):
     """Store the first token of one split to arrive, in the row that gives the next token. The grid is (B * splits)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     program = tl.program_id(0)
     batch, split = program // splits, program % splits
     num_forced = tl.load(num_forced_ptr + batch).to(tl.int32)
@@ -166,8 +166,7 @@ def sample_residual(
         )
         tl.store(best_ptr + program, best)
         tl.store(token_ids_ptr + program, token_ids)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
@@ -181,8 +180,7 @@ def finish_residual(
     MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):
     """For one sequence, find the first token of all splits to arrive, and write the results."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     batch = tl.program_id(0)
     rows, ks = tl.arange(0, ROWS), tl.arange(0, SPLITS)
     row, needed, _, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
@@ -225,5 +223,4 @@ def finish_residual(
             logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, lines * splits, row, needed, first,
             count, width, vocab, draft, token, accepted, one_hot, temperature, RAW,
         )
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)

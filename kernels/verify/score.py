@@ -18,7 +18,7 @@ the reference.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.floors import find_floors
@@ -138,9 +138,8 @@ def _score_rows(
 
     A sequence has ``width`` tokens: for each row, one after the other, the ``candidates``.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_wait(PDL)
+    gdc_launch_dependents(PDL)
     batch = tl.program_id(1)
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = place // candidates
@@ -191,18 +190,16 @@ def score_triton(given: Score) -> Scored:
     area = batch * count * splits
     reports = torch.empty((REPORT_COLUMNS, area), dtype=torch.int32, device=logits.device)
     stats = logits.new_empty(4 * area, dtype=torch.float32)
-    pdl = supports_pdl(logits.device)
     # The same options as for verification, so that the same expression gives the same bits.
-    common: dict[str, Any] = {
-        "FLOORED": floors is not None, "RAW": raw, "PDL": pdl, "num_warps": WARPS,
-        "enable_fp_fusion": False, **launch_options(pdl),
-    }
+    common = {"FLOORED": floors is not None, "RAW": raw, "num_warps": WARPS, "enable_fp_fusion": False}
     bounds = stats if floors is None else floors
-    scan_rows[(splits, count, batch)](
+    launch(
+        scan_rows, (splits, count, batch),
         logits, temperature, num_scored, num_scored, num_scored, None, bounds, reports, stats, count, count, vocab,
         splits, SPLIT=split, TILE=TILE, SCALED=not raw, NOISE=False, **common,
     )
-    _score_rows[(triton.cdiv(width, ROWS), batch)](
+    launch(
+        _score_rows, (triton.cdiv(width, ROWS), batch),
         logits, tokens, num_scored, temperature, bounds, reports, stats, logprobs, is_greedy.view(torch.uint8),
         bad.view(torch.uint8), count, width, width // given.tokens.shape[1], tokens.stride(0), vocab, splits, area,
         ROWS=ROWS, SPLITS=triton.next_power_of_2(max(splits, 2)), **common,

@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import LOG2E, NO_TOKEN, exponent_scale, load_floors, split_size
 from specgraph.kernels.sampling.scan import row_tokens
@@ -112,8 +113,7 @@ def _sum_drafts(
     SPLIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):
     """For one split of one row of the draft, store the largest value and the sum of exponentials."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     program = tl.program_id(0)
     line, split = program // splits, program % splits
     batch, row = line // drawn, line % drawn
@@ -126,8 +126,7 @@ def _sum_drafts(
         largest = tl.where(largest > -float("inf"), largest, 0.0)
         total, _ = split_sums(row_ptr, split * SPLIT, own_vocab, largest, 0.0, LOG2E, SPLIT, TILE, False)
         tl.store(stats_ptr + tl.num_programs(0) + program, total)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
@@ -142,8 +141,7 @@ def _weigh_rows(
 
     For ``probabilistic`` the weight after a row is the chance that its draft is accepted.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     batch = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     row, needed, num_rows, first, forced, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
@@ -214,8 +212,7 @@ def _weigh_rows(
     tl.store(column(integers_ptr, ONE_HOT, lines) + line, one_hot, mask=inside)
     tl.store(column(integers_ptr, LIVE, lines) + line, live.to(tl.int32), mask=inside)
     tl.store(column(integers_ptr, DRAFT, lines) + line, draft, mask=inside)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
@@ -227,8 +224,7 @@ def _sum_excess(
     PDL: tl.constexpr,
 ):
     """For one split of one row, store the sum of ``max(w * p - q, 0)``."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     program = tl.program_id(0)
     line, split = program // splits, program % splits
     batch = line // count
@@ -242,8 +238,7 @@ def _sum_excess(
             )
             total += left
         tl.store(excess_ptr + program, tl.sum(tl.sum(total, 1), 0))
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 @triton.jit
@@ -269,8 +264,7 @@ def _choose(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """For one sequence, store the number of accepted tokens."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
     batch = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     row, _, _, first, forced, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
@@ -285,8 +279,7 @@ def _choose(
     else:
         accepted, _ = count_accepted(u < chance, live, row, first, forced, count, ROWS)
     tl.store(accepted_ptr + batch, accepted)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
 
 
 def verify_residual(
@@ -316,33 +309,33 @@ def verify_residual(
     options = {**common, "DRAWN": drawn > 0, "MAPPED": own_ids is not integers, "BLOCK": by_block,
                "OWN_SPLITS": triton.next_power_of_2(max(own_splits, 2))}
 
-    def launch(kernel: Any, programs: int, *arguments: object, **changes: int) -> None:
+    def run(kernel: Any, programs: int, *arguments: object, **changes: int) -> None:
         known = {name: value for name, value in options.items() if not name.isupper() or name in kernel.arg_names}
-        kernel[(programs,)](*arguments, **{**known, **changes})
+        launch(kernel, (programs,), *arguments, **{**known, **changes})
 
     given, rows = (block.logits, draft, own_ids, draft_rows, block.temperature), (block.num_rows, block.num_forced)
     noise, tables = (block.seeds, block.positions), (reals, integers)
     if drawn:
-        launch(
+        run(
             _sum_drafts, batch * drawn * own_splits, draft, draft_rows, *rows, draft_stats, drawn, own_vocab,
             own_splits, SPLIT=own_split, TILE=min(own_split, common["TILE"]),
         )
-    launch(
+    run(
         _weigh_rows, batch, block.logits, block.draft_tokens, *given[1:], *rows, block.floors, block.reports,
         block.stats, draft_stats, *tables, out[4], count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
         own_splits,
     )
     if by_block:
-        launch(
+        run(
             _sum_excess, lines * splits, *given, block.num_forced, block.floors, *tables, excess, count, width, vocab,
             splits, lines, drawn, own_vocab,
         )
-    launch(_choose, batch, *noise, *rows, *tables, excess, accepted, count, width, splits, lines)
-    launch(
+    run(_choose, batch, *noise, *rows, *tables, excess, accepted, count, width, splits, lines)
+    run(
         sample_residual, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, race_values, place,
         count, width, vocab, splits, lines, drawn, own_vocab,
     )
-    launch(
+    run(
         finish_residual, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.stats,
         *tables, accepted, race_values, place, *out[:4], count, width, drafts_stride, vocab,
         splits, lines, drawn, own_vocab,

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW, TL_STREAM_TARGET
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.gumbel import (
@@ -76,11 +76,10 @@ def scan_rows(
     ``stats`` ``[4, B * R, splits]`` receives the largest logit, the sum of exponentials of the raw logits, and the sum
     and the moment (see :func:`~specgraph.kernels.verify.rows.split_sums`) of the logits over the temperature.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        # This has to come after the wait, since ``_finish`` relies on that. ``_finish`` is small, so it may occupy its
-        # place before the last split is done.
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_wait(PDL)
+    # This has to come after the wait, since ``_finish`` relies on that. ``_finish`` is small, so it may occupy its
+    # place before the last split is done.
+    gdc_launch_dependents(PDL)
     split, batch = tl.program_id(0), tl.program_id(2)
     line = batch * count + tl.program_id(1)
     num_rows = tl.load(num_rows_ptr + batch).to(tl.int32)
@@ -131,8 +130,7 @@ def _finish(
 
     Names are those of ``verify_reference``.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     batch = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     row, needed, num_rows, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
@@ -144,8 +142,7 @@ def _finish(
     drafts = load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS)
     # The reads above are safe: ``scan_rows`` waited for everything written before it, and only then let this kernel
     # start.
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    gdc_wait(PDL)
 
     # ---- The target's own token of every row: the best of its splits ----
     line = (batch * count + rows).to(tl.int64)  # [ROWS]
@@ -229,16 +226,13 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     reports = torch.empty((REPORT_COLUMNS, area), dtype=torch.int32, device=logits.device)
     stats = logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32)
     noise = num_rows if given.seeds is None else given.seeds.contiguous()
-    pdl = supports_pdl(logits.device)
     # Without contraction, the same expression gives the same bits in every kernel.
-    common: dict[str, Any] = {
-        "FLOORED": floors is not None, "RAW": raw, "PDL": pdl, "num_warps": warps, "enable_fp_fusion": False,
-        **launch_options(pdl),
-    }
+    common: dict[str, Any] = {"FLOORED": floors is not None, "RAW": raw, "num_warps": warps, "enable_fp_fusion": False}
     sizes = {"SPLIT": split, "TILE": tile}
     bounds = stats if floors is None else floors
     # Rules whose noise is keyed by the step draw in a later kernel. They need only the largest values of the rows here.
-    scan_rows[(splits, count, batch)](
+    launch(
+        scan_rows, (splits, count, batch),
         logits, temperature, noise, positions, num_rows, num_forced, bounds, reports, stats, count, width,
         vocab, splits, SCALED=scaled, NOISE=given.seeds is not None and not by_step, **sizes, **common,
     )
@@ -255,7 +249,8 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
         results = (emitted, num_emitted, accepted_rows, values, bad)
         verify_residual(block, drawn, results, splits, rule == "block", sizes | common)
     else:
-        _finish[(batch,)](
+        launch(
+            _finish, (batch,),
             logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, reports, stats,
             emitted, num_emitted, accepted_rows, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
             given.posterior_threshold, given.posterior_alpha, given.acceptance_rate, RULE=_RULES[rule], SCALED=scaled,
