@@ -55,7 +55,7 @@ class Alternating(LogitsProcessor):
 def test_processors_give_the_same_with_and_without_drafts(
     decoder: SpeculativeDecoder, plain: SpeculativeDecoder, temperature: float
 ) -> None:
-    options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": temperature, "seed": [*range(len(PROMPTS))]}
+    options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": temperature, "seed": [*range(1, 1 + len(PROMPTS))]}
     outs = [each.generate(PROMPTS, **options, logits_processor=[Alternating()]) for each in (decoder, plain)]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     assert outs[0].stats.acceptance_length > (1.3 if decoder.config.draft.kind == "draft_model" else 1)
@@ -87,7 +87,7 @@ def test_sequences_beside_them_are_what_they_are_alone(decoder: SpeculativeDecod
     def only_small(place: int, tokens: Tensor) -> list[int]:
         return list(range(40)) if allowed[place] else list(range(VOCAB))
 
-    options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "seed": [*range(len(PROMPTS))]}
+    options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "seed": [*range(1, 1 + len(PROMPTS))]}
     free = decoder.generate(PROMPTS, **options)
     out = decoder.generate(PROMPTS, **options, prefix_allowed_tokens_fn=only_small)
     for place, (own, new) in enumerate(zip(out.new_tokens, free.new_tokens, strict=True)):
@@ -146,7 +146,7 @@ def test_the_report_and_the_statistics_say_what_it_cost(model: Any) -> None:
 def test_graphs_in_two_halves_give_the_same(plain: SpeculativeDecoder, temperature: float) -> None:
     """Calls stand in for graphs. Requests with and without processors take turns, in batches of two sizes."""
     tested = replaying(max_batch_size=4)
-    options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": temperature, "seed": [*range(len(PROMPTS))]}
+    options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": temperature, "seed": [*range(1, 1 + len(PROMPTS))]}
     for more in ({"logits_processor": [Alternating()]}, {}, {"logits_processor": [Alternating()]}):
         expected = plain.generate(PROMPTS, **options, **more)
         assert torch.equal(tested.generate(PROMPTS, **options, **more).sequences, expected.sequences)

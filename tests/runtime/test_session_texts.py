@@ -39,7 +39,7 @@ def decoder() -> SpeculativeDecoder:
 
 
 def alone(decoder: SpeculativeDecoder, place: int, **options: Any) -> Any:
-    return decoder.generate([PROMPTS[place]], seed=[place], tokenizer=TOKENIZER, **OPTIONS, **options)
+    return decoder.generate([PROMPTS[place]], seed=[place + 1], tokenizer=TOKENIZER, **OPTIONS, **options)
 
 
 def ends(events: Iterable[Event]) -> dict[int, str]:
@@ -61,7 +61,7 @@ def test_stop_strings_end_a_sequence_where_generate_ends_it(decoder: Speculative
     assert reasons.count("stop") >= 2
     with decoder.session(return_text=True, return_logprobs=True) as session:
         numbers = [
-            session.submit(PROMPTS[place], seed=place, stop_strings=stops, **OPTIONS)
+            session.submit(PROMPTS[place], seed=place + 1, stop_strings=stops, **OPTIONS)
             for place, stops in enumerate(STOPS)
         ]
         events = list(session)
@@ -133,7 +133,7 @@ def test_an_error_of_one_grammar_ends_one_sequence(
     monkeypatch.setattr(Matching, "masks", masks)
     with decoder.session(tokenizer=TOKENIZER) as session:
         broken = session.submit(PROMPTS[0], regex="[a-z ]{9,99}", **OPTIONS)
-        good = session.submit(PROMPTS[1], seed=1, **OPTIONS)
+        good = session.submit(PROMPTS[1], seed=2, **OPTIONS)
         events = list(session)
         assert ends(events)[broken] == "error" and is_empty(session)
         (error,) = (event.error for event in events if event.id == broken and event.finish_reason)
