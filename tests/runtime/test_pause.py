@@ -150,7 +150,7 @@ def test_graphs_in_two_halves_give_the_same(plain: SpeculativeDecoder, temperatu
     for more in ({"logits_processor": [Alternating()]}, {}, {"logits_processor": [Alternating()]}):
         expected = plain.generate(PROMPTS, **options, **more)
         assert torch.equal(tested.generate(PROMPTS, **options, **more).sequences, expected.sequences)
-        alone = tested.generate(PROMPTS[:1], **{**options, "seed": [0]}, **more)
+        alone = tested.generate(PROMPTS[:1], **{**options, "seed": [1]}, **more)
         assert torch.equal(alone.new_tokens[0], expected.new_tokens[0])
     space = tested._runners.idle
     assert space is not None
