@@ -146,13 +146,8 @@ def paged_attention_reference(given: PagedAttention) -> Tensor:
 
 def _paged_attention(given: PagedAttention) -> Tensor:
     """In the form for CPUs where there is one for these arguments, and else the definition."""
-    on_cpu = given.q.device.type == "cpu" and _covers_cpu(given)
+    on_cpu = given.q.device.type == "cpu" and covers_cpu(given)
     return paged_attention_cpu(given) if on_cpu else paged_attention_reference(given)
-
-
-def _covers_cpu(given: PagedAttention) -> bool:
-    """The form for CPUs rotates nothing."""
-    return given.cos is None and covers_cpu(given)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -192,7 +187,7 @@ PAGED_ATTENTION = declare(
     "paged_attention", PagedAttention, _paged_attention_fake,
     triton_or_reference(
         paged_attention_triton, paged_attention_reference, covers=not_float64("q"), cpu=paged_attention_cpu,
-        cpu_covers=_covers_cpu,
+        cpu_covers=covers_cpu,
     ),
     mutates=("k_cache", "v_cache"),
 )
