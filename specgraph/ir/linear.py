@@ -164,9 +164,11 @@ def stacks_of(module: nn.Module) -> dict[str, tuple[Scheme, tuple[Tensor, ...]]]
 def packed_tensors(model: nn.Module) -> Iterator[Tensor]:
     """The tensors of all weights of a model that are stored in a scheme which needs a hook."""
     for module in model.modules():
-        found = scheme_of(module)
-        for _, weight in ([] if found is None else [found]) + list(stacks_of(module).values()):
-            yield from weight
+        layer = scheme_of(module)
+        if layer is not None:
+            yield from layer[1]
+        for _, stack in stacks_of(module).values():
+            yield from stack
 
 
 def _ops(scheme: Scheme) -> tuple[Any, ...]:
