@@ -61,5 +61,5 @@ def torch_compile() -> Iterator[None]:
         yield
 
 
-kept.MOST = 1 << 20
+kept.MAX_EXPORTS = 1 << 20
 """Tests compile equal models again and again, and need every export as long as they last."""
