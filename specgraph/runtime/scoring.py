@@ -30,6 +30,7 @@ from specgraph.runtime.memory.state_rows import Admission, stop, uploaded
 from specgraph.runtime.outputs.output import GenerateOutput
 from specgraph.runtime.requests.parser import RequestParser
 from specgraph.runtime.requests.request import Request
+from specgraph.runtime.requests.sampling import CUTS
 from specgraph.runtime.requests.values import PerSequence, per_sequence, whole
 from specgraph.runtime.schedule.prefill import Chunk, PendingPrompt, Prefill
 from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS
@@ -99,7 +100,7 @@ def read_scoring(
     unused: tuple[str, ...] = ()
     if logprobs == "processed":
         _check_processing(requests)
-        unused = tuple(sorted(frozenset.intersection(*(request.sampling.unused() for request in requests))))
+        unused = tuple(sorted(CUTS.keys() - set().union(*(request.state for request in requests))))
     starts = _read_starts(requests, start)
     # The last token is read and not run, so it takes no room.
     return Asked([replace(r, limit=r.prompt.numel() - 1) for r in requests], starts, ScoreRows(logprobs, unused))
@@ -115,7 +116,7 @@ def _unpadded(out: GenerateOutput, mask: Any, start: PerSequence) -> tuple[list[
 
 def _check_processing(requests: Sequence[Request]) -> None:
     """Refuse what a ``generation_config`` asks for besides sampling options."""
-    used = sorted(frozenset().union(*(request.processing.used() for request in requests)))
+    used = sorted(set().union(*(request.processing.state for request in requests)))
     if used:
         raise InputError(
             f"score has no {', '.join(used)}, which the model's generation_config asks for, so logprobs='processed' "

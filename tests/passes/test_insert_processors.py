@@ -83,17 +83,17 @@ def test_one_option_keeps_its_processor_alone(changes: dict[str, Any]) -> None:
     off = SpecialiseStep(unused=tuple(sorted(asked.unused())))
     program = built("none", InsertProcessors(), IndexRows(), off)
     (kept,) = (node for node in program.graph.nodes if node.target in PROCESSORS)
-    assert asked.used() <= {*PROCESSORS[kept.target]}
+    assert asked.state.keys() <= {*PROCESSORS[kept.target]}
     lines = body(program)
     reads_history = kept.target is not torch.ops.specgraph.force_tokens.default
     assert any(line.startswith("record_accepted_(") for line in lines) == reads_history
-    assert {name for name in OPTIONS if any(f"gathered_{name}" in line for line in lines)} == asked.used()
+    assert {name for name in OPTIONS if any(f"gathered_{name}" in line for line in lines)} == asked.state.keys()
 
 
 def test_options_are_those_that_requests_have() -> None:
     neutral = Processing()
     assert set(OPTIONS) == neutral.unused() == {name for names in PROCESSORS.values() for name in names}
-    assert not neutral.used() and {*chain(*(Processing(**changes).used() for changes in CHANGES))} == set(OPTIONS)
+    assert not neutral.state and {*chain(*(Processing(**changes).state for changes in CHANGES))} == set(OPTIONS)
     for name, buffer in OPTIONS.items():
         assert name.startswith("bias_") or buffer.fill == getattr(neutral, name)
 

@@ -13,9 +13,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from specgraph import InputError, SpeculativeDecoder
 from specgraph.kernels.processors.ngrams import MOST
 from specgraph.passes.insert_processors import OPTIONS as STATE_OF_THE_PASS
-from specgraph.runtime.requests.logit_option_table import LOGIT_OPTIONS, MOST_NGRAM, OPTION_STATE
-from specgraph.runtime.requests.logit_options import LogitOptions, Sequences
-from specgraph.runtime.requests.processing import Processing
+from specgraph.runtime.requests.logit_option_table import LOGIT_OPTIONS, MOST_NGRAM
+from specgraph.runtime.requests.logit_options import LogitOptions, read_logit_options
+from specgraph.runtime.requests.processing import OPTION_STATE, Processing
 from tests.decoding import CONFIG, compiled
 from tests.models import VOCAB, ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
@@ -259,16 +259,15 @@ def test_last_tokens_of_several_are_drawn_alike(decoders: dict[str, SpeculativeD
 
 
 def test_the_table_of_options_fills_what_the_step_reads() -> None:
-    assert OPTION_STATE.keys() == STATE_OF_THE_PASS.keys() and MOST_NGRAM == MOST
+    assert STATE_OF_THE_PASS.keys() == OPTION_STATE and MOST_NGRAM == MOST
 
 
 def test_every_option_has_a_value_that_asks_for_nothing(decoders: dict[str, SpeculativeDecoder]) -> None:
     off = {name: option.off for name, option in LOGIT_OPTIONS.items()}
     out = decoders["ngram"].generate(PROMPTS, max_new_tokens=3, **off)
     assert out.stats.host_steps == 0
-    known = Sequences([3], [5], [(2,)], VOCAB)
-    options = LogitOptions.read(known, {"forced_eos_token_id": 7, "suppress_tokens": [3], **off})
-    assert options.processing() == [Processing()]
+    (values,) = read_logit_options({"forced_eos_token_id": 7, "suppress_tokens": [3], **off}, 1, VOCAB)
+    assert LogitOptions(values, 3, 5, (2,)).processing(0, VOCAB) == Processing()
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -148,13 +148,13 @@ class Engine:
                 f"A sequence of {request.limit} tokens needs {needed} pages of the KV cache, and there are "
                 f"{most}; ask for fewer tokens, or for a larger pool (cache.pool_tokens)."
             )
-        missing = sorted(request.processing.used() - {*self._runner.state})
+        missing = sorted(request.processing.state.keys() - self._runner.state.keys())
         if missing:
             raise InputError(
                 f"A sequence asks for {', '.join(missing)}, which this step has no nodes for; compile with "
                 "insert_processors in pipeline.order."
             )
-        if (tokens := request.processing.num_bias_tokens) > sizes.bias_tokens:
+        if (tokens := len(request.state.get("bias_tokens", ()))) > sizes.bias_tokens:
             raise InputError(
                 f"A sequence has biases for words of {tokens} tokens, and there is room for {sizes.bias_tokens}; give "
                 "fewer, or use generate, which makes room."

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specgraph.drafters.step import SAMPLING
 from specgraph.ir.program import Program
 from specgraph.ir.state import State
 from specgraph.kernels.state import Buffer, map_input
@@ -18,10 +18,11 @@ from specgraph.kernels.step import scatter_state_
 from specgraph.passes.insert_processors import kept_for_processors
 from specgraph.runtime.memory.pages import num_pages
 from specgraph.runtime.memory.sizes import StateSizes
-from specgraph.runtime.requests.logit_option_table import OPTION_STATE
-from specgraph.runtime.requests.processing import Processing
+from specgraph.runtime.requests.processing import OPTION_STATE
 from specgraph.runtime.requests.request import Request
 
+SAID = {"start", "block_table", "max_length", "prompt_length", "eos_ids", *SAMPLING, *OPTION_STATE}
+"""The inputs of a step that a request may fill when its sequence begins. All others begin with what they declare."""
 _ALIGNMENT = 16
 """Bytes at whose multiples the parts of a staging buffer begin."""
 
@@ -35,7 +36,7 @@ def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> StateS
         num_pages=sum(pages[:rows]),
         max_length=max(request.limit for request in requests),
         eos_ids=max(1, *(len(request.eos_ids) for request in requests)),
-        bias_tokens=max(1, *(request.processing.num_bias_tokens for request in requests)),
+        bias_tokens=max(1, *(len(request.state.get("bias_tokens", ())) for request in requests)),
     )
 
 
@@ -64,9 +65,9 @@ class StateRowInitializer:
         small = [entry for entry in own if not entry[1].indexed]
         self._large = [(buffer, there) for _, buffer, there in own if buffer.indexed]
         self._only_processors = kept_for_processors(program)
-        self._said = [entry for entry in small if entry[0] in KNOWN]
-        self._others = [there for name, _, there in small if name not in KNOWN]
-        self._fresh = [torch.full_like(there, buffer.fill) for name, buffer, there in small if name not in KNOWN]
+        self._said = [entry for entry in small if entry[0] in SAID]
+        self._others = [there for name, _, there in small if name not in SAID]
+        self._fresh = [torch.full_like(there, buffer.fill) for name, buffer, there in small if name not in SAID]
         self._device = state["start"].device
         self._staging: dict[int, tuple[Tensor, list[np.ndarray[Any, Any]]]] = {}
         """By the number of sequences, a staging buffer on the host, and the parts of it as tables."""
@@ -87,8 +88,9 @@ class StateRowInitializer:
             self._staging[count] = staging, [part.view(count, -1).numpy() for part in self._parts(staging, count)]
         staging, (rows, *tables) = self._staging[count]
         rows[:, 0] = _to_length([new.state_row for new in entering], count)
+        given = [{"start": [new.begin], "block_table": new.pages, **new.request.state} for new in entering]
         for table, (name, buffer, _) in zip(tables, self._said, strict=True):
-            values = [KNOWN[name](new) for new in entering]
+            values = [own.get(name, ()) for own in given]
             width = max(map(len, values))
             if any(len(own) < width for own in values):
                 values = [[*own, *[buffer.fill] * (width - len(own))] for own in values]
@@ -108,7 +110,7 @@ class StateRowInitializer:
     def write_tokens(self, entering: Sequence[Admission]) -> None:
         """The tokens that no step will run, since their rows are there already, where somebody will read them."""
         if self._only_processors:
-            entering = [new for new in entering if new.request.processing.used()]
+            entering = [new for new in entering if new.request.processing.state]
         for history in (there for buffer, there in self._large if buffer.tokens):
             for new in entering:
                 if new.begin:
@@ -152,26 +154,6 @@ def _buffers(program: Program, state: State) -> list[tuple[str, Buffer, Tensor]]
     for name, value in state.items():
         map_input(lambda buffer, there, name=name: found.append((name, buffer, there)), program.inputs[name], value)
     return found
-
-
-def _option(values: Callable[[Processing], Sequence[float]], new: Admission) -> Sequence[float]:
-    return values(new.request.processing)
-
-
-KNOWN: dict[str, Callable[[Admission], Sequence[float]]] = {
-    "start": lambda new: [new.begin],
-    "block_table": lambda new: new.pages,
-    "max_length": lambda new: [new.request.limit],
-    "eos_ids": lambda new: new.request.eos_ids,
-    "temperature": lambda new: [new.request.sampling.temperature],
-    "top_k": lambda new: [new.request.sampling.top_k],
-    "top_p": lambda new: [new.request.sampling.top_p],
-    "min_p": lambda new: [new.request.sampling.min_p],
-    "seeds": lambda new: [new.request.sampling.seed],
-    "prompt_length": lambda new: [new.request.prompt.numel()],
-    **{name: functools.partial(_option, values) for name, values in OPTION_STATE.items()},
-}
-"""What is known of a sequence that begins, by the names of a state's inputs: the first values of its row."""
 
 
 def staged(values: Tensor, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every option that changes logits: how its values are read, what it fills, and what of transformers does the same."""
+"""Every option that changes logits: how its values are read, and what of transformers does the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from specgraph.errors import InputError
-from specgraph.runtime.requests.processing import ALWAYS, BIASES, Bias, State, itself
+from specgraph.runtime.requests.processing import ALWAYS, Bias
 from specgraph.runtime.requests.values import (
     check_ids,
     check_range,
@@ -36,14 +36,11 @@ class Option(NamedTuple):
         off: the value that asks for nothing, whatever the model's configuration says.
         read: gives the checked values, one of each sequence, for the name of the argument, what was given (None asks
             for nothing), the number of sequences, and the size of the vocabulary.
-        state: what its attribute of :class:`~specgraph.runtime.requests.processing.Processing` fills. Options that fill
-            the same are words with biases.
         processor: the class of transformers that does the same; None if there is none.
     """
 
     off: Any
     read: Callable[[str, Any, int, int], list[Any]]
-    state: State
     processor: str | None = None
 
 
@@ -144,21 +141,18 @@ LOGIT_OPTIONS: dict[str, Option] = {
         functools.partial(
             _words, allowed="a mapping from tuples of token ids to numbers", read=_sequence_bias, is_word=_is_pair
         ),
-        BIASES,
         "SequenceBiasLogitsProcessor",
     ),
     "repetition_penalty": Option(
         1.0,
         functools.partial(_numbers, off=1.0, allowed="more than 0; 1 is off", above=0),
-        itself("repetition_penalty"),
         "RepetitionPenaltyLogitsProcessor",
     ),
-    "frequency_penalty": Option(0.0, _penalties, itself("frequency_penalty")),
-    "presence_penalty": Option(0.0, _penalties, itself("presence_penalty")),
+    "frequency_penalty": Option(0.0, _penalties),
+    "presence_penalty": Option(0.0, _penalties),
     "no_repeat_ngram_size": Option(
         0,
         functools.partial(_counts, allowed=f"0 (off) to {MOST_NGRAM}", most=MOST_NGRAM),
-        itself("no_repeat_ngram_size"),
         "NoRepeatNGramLogitsProcessor",
     ),
     "bad_words_ids": Option(
@@ -166,17 +160,14 @@ LOGIT_OPTIONS: dict[str, Option] = {
         functools.partial(
             _words, allowed="a list of words, each a list of token ids", read=_bad_words, is_word=_is_ids
         ),
-        BIASES,
         "NoBadWordsLogitsProcessor",
     ),
-    "min_length": Option(0, _counts, BIASES, "MinLengthLogitsProcessor"),
-    "min_new_tokens": Option(0, _counts, BIASES, "MinNewTokensLengthLogitsProcessor"),
-    FIRST: Option((), _first_tokens, itself(FIRST), "ForcedBOSTokenLogitsProcessor"),
-    LAST: Option((), ids_per_sequence, itself(LAST), "ForcedEOSTokenLogitsProcessor"),
-    "suppress_tokens": Option((), _suppressed(ALWAYS), BIASES, "SuppressTokensLogitsProcessor"),
-    "begin_suppress_tokens": Option((), _suppressed(BEGIN), BIASES, "SuppressTokensAtBeginLogitsProcessor"),
+    "min_length": Option(0, _counts, "MinLengthLogitsProcessor"),
+    "min_new_tokens": Option(0, _counts, "MinNewTokensLengthLogitsProcessor"),
+    FIRST: Option((), _first_tokens, "ForcedBOSTokenLogitsProcessor"),
+    LAST: Option((), ids_per_sequence, "ForcedEOSTokenLogitsProcessor"),
+    "suppress_tokens": Option((), _suppressed(ALWAYS), "SuppressTokensLogitsProcessor"),
+    "begin_suppress_tokens": Option((), _suppressed(BEGIN), "SuppressTokensAtBeginLogitsProcessor"),
 }
 """Every option that changes logits, in the order in which transformers applies them. The step has an order of its own:
 that of :data:`~specgraph.kernels.processors.PROCESSORS`."""
-OPTION_STATE = {name: value for option in LOGIT_OPTIONS.values() for name, value in option.state.items()}
-"""What the options of a sequence fill, by the names of a step's inputs."""

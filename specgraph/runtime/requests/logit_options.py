@@ -1,4 +1,4 @@
-"""What changes the logits of the sequences of a call: reads the options, and says what they mean for each sequence."""
+"""What changes the logits of a sequence: reads the options of a call, and says what they mean for each sequence."""
 
 from __future__ import annotations
 
@@ -11,130 +11,101 @@ from transformers.generation import ForcedEOSTokenLogitsProcessor, LogitsProcess
 
 from specgraph.errors import InputError, warn_caller
 from specgraph.runtime.requests.logit_option_table import BEGIN, FIRST, LAST, LOGIT_OPTIONS
-from specgraph.runtime.requests.processing import BIASES, Bias, Processing
+from specgraph.runtime.requests.processing import Bias, Processing
 
-_MINIMUMS = ("min_new_tokens", "min_length")
-WORDS = [name for name, option in LOGIT_OPTIONS.items() if option.state is BIASES and name not in _MINIMUMS]
-"""Options that are words with biases."""
 _OWN = [own.name for own in fields(Processing) if own.name in LOGIT_OPTIONS and own.name != LAST]
 """Options that are an attribute of :class:`Processing` as they are."""
+WORDS = [name for name in LOGIT_OPTIONS if name not in (*_OWN, LAST, "min_new_tokens", "min_length")]
+"""Options that are words with biases."""
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """What is known of the sequences of a call before what changes their logits.
+def read_logit_options(asked: Mapping[str, Any], batch: int, vocab_size: int) -> list[dict[str, Any]]:
+    """The options of each sequence in ``asked``, which may hold other names, too. What is left out, or None, is off.
 
-    Attributes:
-        given_lengths: tokens of each prompt with its padding, which transformers counts.
-        rooms: the most tokens that each sequence adds.
-        eos_ids: those of each sequence.
-        vocab_size: tokens of the model.
-        structured: whether a structure says where each sequence may end; it also keeps the minimum then.
-        as_transformers: whether options may forbid all tokens, as in transformers.
+    Raises:
+        InputError: a value is out of range or of the wrong form, or there is not one for each sequence.
     """
-
-    given_lengths: Sequence[int]
-    rooms: Sequence[int]
-    eos_ids: Sequence[tuple[int, ...]]
-    vocab_size: int
-    structured: Sequence[bool] = ()
-    as_transformers: bool = False
+    columns = {name: option.read(name, asked.get(name), batch, vocab_size) for name, option in LOGIT_OPTIONS.items()}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """The options of the sequences of a call.
+    """The options of one sequence, and what is known of it before they are read.
 
     Attributes:
-        known: what is known of the sequences.
-        values: of every option, the value of each sequence.
+        values: of every option, its value.
+        given_length: tokens of its prompt with the padding, which transformers counts.
+        room: the most tokens that it adds.
+        eos_ids: those that end it.
+        structured: whether a structure says where it may end; it also keeps the minimum then.
     """
 
-    known: Sequences
-    values: Mapping[str, Sequence[Any]]
+    values: Mapping[str, Any]
+    given_length: int
+    room: int
+    eos_ids: tuple[int, ...]
+    structured: bool = False
 
-    @classmethod
-    def read(cls, known: Sequences, asked: Mapping[str, Any]) -> LogitOptions:
-        """The options in ``asked``, which may hold other names, too. What is left out, or None, is off.
-
-        Raises:
-            InputError: a value is out of range or of the wrong form, or there is not one for each sequence.
-        """
-        batch, vocab = len(known.eos_ids), known.vocab_size
-        values = {name: option.read(name, asked.get(name), batch, vocab) for name, option in LOGIT_OPTIONS.items()}
-        return cls(known, values)
-
-    def processing(self) -> list[Processing]:
-        """What the step does with the logits of each sequence.
+    def processing(self, place: int, vocab_size: int, *, may_forbid_all: bool = False) -> Processing:
+        """What the step does with the logits. ``place`` is that of the sequence, for a warning.
 
         Raises:
-            InputError: no token is left.
+            InputError: no token is left, unless options may forbid all (``may_forbid_all``), as in transformers.
         """
-        return [self._processing(place, least) for place, least in enumerate(self.minimums)]
-
-    def _processing(self, place: int, least: int) -> Processing:
-        known, own = self.known, {name: self.values[name][place] for name in _OWN}
-        if known.given_lengths[place] != 1:
+        own, least = {name: self.values[name] for name in _OWN}, self.minimum
+        if self.given_length != 1:
             own[FIRST] = -1
-        _warn_too_few(place, least, known.rooms[place])
-        words = {name: self.values[name][place] for name in WORDS}
-        structured = known.structured and known.structured[place]
-        biases = _biases(words, known.eos_ids[place], 0 if structured else least)
+        if 0 < self.room < least:
+            warn_caller(
+                f"min_new_tokens or min_length asks for {least} new tokens of sequence {place}, which has room for "
+                f"{self.room}; it gets those."
+            )
+        biases = self._biases(0 if self.structured else least)
         if own[FIRST] >= 0:  # then, the first token that is chosen is the second one
             biases = [bias._replace(until=BEGIN + 1) if bias.until == BEGIN else bias for bias in biases]
-        if not known.as_transformers:
-            _check_not_all(biases, known.vocab_size)
-        lasts = self.values[LAST][place]  # one of several is chosen by the host; see forced_ends
+        if not may_forbid_all:
+            _check_not_all(biases, vocab_size)
+        lasts = self.values[LAST]  # one of several is chosen by the host; see forced_end
         return Processing(**own, biases=tuple(biases), forced_eos_token_id=lasts[0] if len(lasts) == 1 else -1)
 
     @property
-    def minimums(self) -> list[int]:
-        """The number of new tokens before which each sequence does not end; 0 or less is no minimum."""
-        columns = (*(self.values[name] for name in _MINIMUMS), self.known.given_lengths)
-        return [max(new, whole - given) for new, whole, given in zip(*columns, strict=True)]
+    def minimum(self) -> int:
+        """The number of new tokens before which the sequence does not end; 0 or less is no minimum."""
+        return int(max(self.values["min_new_tokens"], self.values["min_length"] - self.given_length))
 
-    def forced_ends(self) -> list[list[LogitsProcessor]]:
-        """transformers' processor for each sequence whose last token is one of several; of one, the step takes care."""
-        columns = self.values[LAST], self.known.given_lengths, self.known.rooms
-        return [
-            [ForcedEOSTokenLogitsProcessor(length + room, own, device="cpu")] if len(own) > 1 else []
-            for own, length, room in zip(*columns, strict=True)
-        ]
+    def forced_end(self) -> list[LogitsProcessor]:
+        """transformers' processor where the last token is one of several; of one, the step takes care."""
+        own = self.values[LAST]
+        length = self.given_length + self.room
+        return [ForcedEOSTokenLogitsProcessor(length, own, device="cpu")] if len(own) > 1 else []
 
-    def forbidding(self, place: int, count: int) -> list[str]:
-        """The options that forbid tokens behind the first ``count`` new ones of a sequence, by their names."""
-        own = {name: each[place] for name, each in self.values.items()}
-        length, ends = self.known.given_lengths[place], bool(self.known.eos_ids[place])
-        forced = length == 1 and own[FIRST] >= 0
+    def forbidding(self, count: int) -> list[str]:
+        """The options that forbid tokens behind the first ``count`` new ones, by their names."""
+        own, ends = self.values, bool(self.eos_ids)
+        forced = self.given_length == 1 and own[FIRST] >= 0
         forbids = {
             name: any(bias.value == -math.inf and count < bias.until + forced for bias in own[name]) for name in WORDS
         }
         forbids |= {
             "min_new_tokens": ends and own["min_new_tokens"] > count,
-            "min_length": ends and own["min_length"] - length > count,
+            "min_length": ends and own["min_length"] - self.given_length > count,
             FIRST: forced and count == 0,
-            LAST: bool(own[LAST]) and count == self.known.rooms[place] - 1,
+            LAST: bool(own[LAST]) and count == self.room - 1,
             "no_repeat_ngram_size": own["no_repeat_ngram_size"] > 0,
         }
         return [name for name, does in forbids.items() if does]
 
+    def _biases(self, least: int) -> list[Bias]:
+        """All words, where the sequence does not end by itself before ``least`` tokens.
 
-def _warn_too_few(place: int, least: int, room: int) -> None:
-    if 0 < room < least:
-        warn_caller(
-            f"min_new_tokens or min_length asks for {least} new tokens of sequence {place}, which has room for {room}; "
-            "it gets those."
-        )
-
-
-def _biases(words: Mapping[str, list[Bias]], eos_ids: tuple[int, ...], least: int) -> list[Bias]:
-    """All words of one sequence, which does not end by itself before ``least`` tokens. A forbidden word that is just an
-    EOS is left out, as in transformers."""
-    ends = [(token,) for token in eos_ids]
-    biases = [Bias(end, -math.inf, least) for end in ends if least > 0]
-    for name, own in words.items():
-        biases += [bias for bias in own if name != "bad_words_ids" or bias.tokens not in ends]
-    return biases
+        A forbidden word that is just an EOS is left out, as in transformers.
+        """
+        ends = [(token,) for token in self.eos_ids]
+        biases = [Bias(end, -math.inf, least) for end in ends if least > 0]
+        for name in WORDS:
+            biases += [bias for bias in self.values[name] if name != "bad_words_ids" or bias.tokens not in ends]
+        return biases
 
 
 def _check_not_all(biases: Sequence[Bias], vocab_size: int) -> None:

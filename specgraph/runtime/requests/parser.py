@@ -20,7 +20,7 @@ from specgraph.runtime.requests.generation_config import FLAGS, SAMPLING, Genera
 from specgraph.runtime.requests.grammar import Grammars, StructureOptions, read_structures
 from specgraph.runtime.requests.host_processors import Allowed, HostProcessor, PythonProcessors, read_processors
 from specgraph.runtime.requests.limits import read_eos, read_limits
-from specgraph.runtime.requests.logit_options import LogitOptions, Sequences
+from specgraph.runtime.requests.logit_options import LogitOptions, read_logit_options
 from specgraph.runtime.requests.prompts import check_prompts, read_ids, read_prompts
 from specgraph.runtime.requests.recorder import Recorder, Wanted
 from specgraph.runtime.requests.request import Limits, Request
@@ -128,18 +128,22 @@ class RequestParser:
                 f"num_return_sequences={copies} would give equal sequences, since decoding is greedy; pass "
                 "do_sample=True or a temperature, or leave it out."
             )
-        rooms = [end.limit - prompt.numel() for prompt, end in zip(prompts.prompts, ends, strict=True)]
-        lengths, structures = [own.numel() for own in prompts.given], read_structures(given, count)
-        structured = [structure is not None for structure in structures]
-        known = Sequences(lengths, rooms, eos_ids, self.limits.vocab_size, structured, as_transformers)
-        logit_options = LogitOptions.read(known, asked)
-        processing, hosts = logit_options.processing(), self._hosts(asked, logit_options, structures)
-        forbids = [functools.partial(_forbidding, logit_options, asked, place) for place in range(count)]
+        structures, vocab_size = read_structures(given, count), self.limits.vocab_size
+        each = zip(read_logit_options(asked, count, vocab_size), prompts.given, prompts.prompts, ends, eos_ids,
+                   structures, strict=True)  # fmt: skip
+        options_of = [
+            LogitOptions(values, own.numel(), end.limit - prompt.numel(), eos, structure is not None)
+            for values, own, prompt, end, eos, structure in each
+        ]
+        processing = [
+            own.processing(place, vocab_size, may_forbid_all=as_transformers) for place, own in enumerate(options_of)
+        ]
+        hosts = self._hosts(asked, options_of, structures, forces=as_transformers)
         requests = [
             Request(
                 prompts.prompts[place], ends[place].limit, sampling[place], eos_ids[place], ends[place].capped,
-                processing[place], prompts.given[place], hosts[place], forbids[place],
-                as_transformers and greedy[place],
+                processing[place], prompts.given[place], hosts[place],
+                functools.partial(_forbidding, options_of[place], asked), as_transformers and greedy[place],
             )
             for place in range(count)
         ]  # fmt: skip
@@ -184,21 +188,25 @@ class RequestParser:
         return sampling
 
     def _hosts(
-        self, asked: Mapping[str, Any], options: LogitOptions, structures: Sequence[StructureOptions | None]
-    ) -> list[tuple[HostProcessor, ...]]:
-        """What the host does with the logits of each sequence: processors, then structure, then keeping them."""
+        self, asked: Mapping[str, Any], options: Sequence[LogitOptions], structures: Sequence[StructureOptions | None],
+        *, forces: bool,
+    ) -> list[tuple[HostProcessor, ...]]:  # fmt: skip
+        """What the host does with the logits of each sequence: processors, then structure, then keeping them.
+
+        ``forces``: see :class:`~specgraph.runtime.requests.host_processors.Allowed`.
+        """
         functions, allowed = read_processors(asked.get("logits_processor")), asked.get("prefix_allowed_tokens_fn")
         if allowed is not None:
             takes = ("the place of a sequence", "its tokens")
             check_function("prefix_allowed_tokens_fn", "a function of a place and tokens", allowed, *takes)
         wanted = read_wanted(asked)
         tokenizer = functools.partial(self.tokenizers.get, asked.get("tokenizer"))
-        grammars = self.grammars.read(structures, tokenizer, options.known.eos_ids, options.minimums)
+        ends, minimums = [sequence.eos_ids for sequence in options], [sequence.minimum for sequence in options]
         hosts = []
-        for place, (grammar, last) in enumerate(zip(grammars, options.forced_ends(), strict=True)):
-            several = [*last, *functions]
+        for place, grammar in enumerate(self.grammars.read(structures, tokenizer, ends, minimums)):
+            several = [*options[place].forced_end(), *functions]
             own: list[HostProcessor] = [PythonProcessors(several)] if several else []
-            own += [Allowed(allowed, place, forces=options.known.as_transformers)] if allowed is not None else []
+            own += [Allowed(allowed, place, forces=forces)] if allowed is not None else []
             own += [grammar] if grammar is not None else []
             own += [Recorder(wanted)] if wanted.scores or wanted.logits else []
             hosts.append(tuple(own))
@@ -213,12 +221,12 @@ class RequestParser:
         read_flag("return_dict_in_generate", given.get("return_dict_in_generate"))
 
 
-def _forbidding(options: LogitOptions, asked: Mapping[str, Any], place: int, count: int) -> list[str]:
+def _forbidding(options: LogitOptions, asked: Mapping[str, Any], count: int) -> list[str]:
     """The arguments that forbid tokens behind the first ``count`` new ones of a sequence."""
-    found = options.forbidding(place, count)
+    found = options.forbidding(count)
     found += ["logits_processor"] if read_processors(asked.get("logits_processor")) else []
     found += ["prefix_allowed_tokens_fn"] if "prefix_allowed_tokens_fn" in asked else []
-    return found + [name for name in sorted(STRUCTURE) if options.known.structured[place] and name in asked]
+    return found + [name for name in sorted(STRUCTURE) if options.structured and name in asked]
 
 
 def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -47,40 +48,27 @@ class Processing:
     forced_bos_token_id: int = -1
     forced_eos_token_id: int = -1
 
-    @property
-    def num_bias_tokens(self) -> int:
-        """The tokens of all words."""
-        return sum(len(bias.tokens) for bias in self.biases)
+    @functools.cached_property
+    def state(self) -> dict[str, list[float]]:
+        """The inputs of a step that the options which are on fill, by name, each with its first values."""
+        own = {name: [getattr(self, name)] for name, off in _OFF.items() if getattr(self, name) != off}
+        return own | _tables(self.biases) if self.biases else own
 
     def unused(self) -> frozenset[str]:
         """Options that are off, by the names of the state."""
-        return _states({name for name, default in _DEFAULTS if getattr(self, name) == default})
-
-    def used(self) -> frozenset[str]:
-        """Options that are on, by the names of the state."""
-        return _states({name for name, default in _DEFAULTS if getattr(self, name) != default})
+        return OPTION_STATE.difference(self.state)
 
 
-_DEFAULTS = [(option.name, option.default) for option in fields(Processing)]
-"""Looked up once, since every request asks."""
+def _tables(biases: Sequence[Bias]) -> dict[str, list[float]]:
+    """Words, one behind the other, and a list of ends that says where each of them is."""
+    return {
+        "bias_tokens": [token for bias in biases for token in bias.tokens],
+        "bias_ends": [*itertools.accumulate(len(bias.tokens) for bias in biases)],
+        "bias_values": [bias.value for bias in biases],
+        "bias_until": [bias.until for bias in biases],
+    }
 
 
-State = Mapping[str, Callable[[Processing], Sequence[float]]]
-"""Inputs of a step by name, each with the first values that a sequence has of it."""
-BIASES: State = {
-    "bias_tokens": lambda own: [token for bias in own.biases for token in bias.tokens],
-    "bias_ends": lambda own: [*itertools.accumulate(len(bias.tokens) for bias in own.biases)],
-    "bias_values": lambda own: [bias.value for bias in own.biases],
-    "bias_until": lambda own: [bias.until for bias in own.biases],
-}
-"""Words, one behind the other, and a list of ends that says where each of them is."""
-
-
-def itself(name: str) -> State:
-    """An option that is an input of the step by itself."""
-    return {name: lambda own: [getattr(own, name)]}
-
-
-def _states(options: set[str]) -> frozenset[str]:
-    """The state that holds options: the biases are in several tables."""
-    return frozenset(options - {"biases"}).union(BIASES) if "biases" in options else frozenset(options)
+_OFF = {option.name: option.default for option in fields(Processing) if option.name != "biases"}
+OPTION_STATE = frozenset({*_OFF, *_tables(())})
+"""What the options of a sequence fill, by the names of a step's inputs."""

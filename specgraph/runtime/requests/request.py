@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from specgraph.ir.model_info import Rope
 from specgraph.runtime.requests.host_processors import HostProcessor
-from specgraph.runtime.requests.processing import Processing
-from specgraph.runtime.requests.sampling import Sampling
+from specgraph.runtime.requests.processing import OPTION_STATE, Processing
+from specgraph.runtime.requests.sampling import CUTS, Sampling
+
+_OPTIONS = OPTION_STATE.union(CUTS)
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,19 @@ class Request:
     forbidding: Callable[[int], list[str]] = lambda count: []
     as_transformers: bool = False
 
+    @functools.cached_property
+    def state(self) -> dict[str, Sequence[float]]:
+        """The inputs of a step that it fills when it begins, by name; options that are off are left out."""
+        own = {"max_length": [self.limit], "prompt_length": [self.prompt.numel()], "eos_ids": self.eos_ids}
+        return {**own, **self.sampling.state, **self.processing.state}
+
     def unused(self, *, always_draws: bool) -> frozenset[str]:
         """State that it can do without: options that are off, and its seed if no noise is drawn.
 
         ``always_draws``: the rule draws noise at temperature 0, too.
         """
-        draws = always_draws or self.sampling.temperature > 0
-        return self.sampling.unused() | self.processing.unused() | (frozenset() if draws else {"seeds"})
+        off = _OPTIONS.difference(self.state)
+        return off if always_draws or self.sampling.temperature > 0 else off | {"seeds"}
 
     @property
     def has_room(self) -> bool:

@@ -22,6 +22,10 @@ from specgraph.runtime.requests.values import (
 LOGPROBS = {False: "none", None: "none", True: "raw", "raw": "raw", "processed": "processed"}
 
 
+CUTS: Mapping[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""Options that cut a distribution off, and the values at which they do not."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the tokens of one sequence are chosen."""
@@ -32,10 +36,11 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0
 
-    def unused(self) -> frozenset[str]:
-        """Options that are off, by the names of the state: a step without them gives the same tokens, sooner."""
-        off = {"top_k": self.top_k == 0, "top_p": self.top_p == 1, "min_p": self.min_p == 0}
-        return frozenset(name for name, is_off in off.items() if is_off)
+    @property
+    def state(self) -> dict[str, list[float]]:
+        """The inputs of a step that these options fill, by name. A step without a cut that is off is faster."""
+        cuts = {name: [value] for name, off in CUTS.items() if (value := getattr(self, name)) != off}
+        return {"temperature": [self.temperature], "seeds": [self.seed], **cuts}
 
 
 def read_sampling(batch: int, asked: Mapping[str, Any]) -> list[Sampling]:
@@ -43,7 +48,7 @@ def read_sampling(batch: int, asked: Mapping[str, Any]) -> list[Sampling]:
 
     ``seed``: None draws fresh seeds, a number gives sequence b hash(seed, b), a list is taken as it is.
     """
-    off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    off = {"temperature": 0.0, **CUTS}
     temperatures, ks, ps, mins = (per_sequence(name, asked.get(name), value, batch) for name, value in off.items())
     check_range("temperature", temperatures, "0 or more", 0, 1e30, above=False)
     check_range("top_k", ks, "0 (off) or a positive integer", 0, math.inf, above=False)
