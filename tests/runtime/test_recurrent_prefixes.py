@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -190,17 +191,15 @@ def test_without_snapshots_nothing_is_shared() -> None:
         specgraph.compile_speculative(make_model("lfm2"), {**CONFIG, "cache": {"snapshots": -1}})
 
 
-def test_snapshots_take_no_more_than_their_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_take_no_more_than_their_share_of_the_free_memory() -> None:
     program = decoder_of(DELTA, "none")._program
     size = snapshot_bytes(program)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 55 * size)
-    assert memory.most_snapshots(program, CacheConfig(), 8) == 5
-    assert memory.most_snapshots(program, CacheConfig(), 8, kept_bytes=55 * size) == 11
-    assert memory.most_snapshots(program, CacheConfig(snapshots=9), 8) == 9
-    assert memory.most_snapshots(program, CacheConfig(reuse_prefixes=False), 8) == 0
-    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
-    assert memory.most_snapshots(program, CacheConfig(), 8) == 16
-    assert memory.most_snapshots(program, CacheConfig(), 20) == 40
+    assert memory.most_snapshots(program, CacheConfig(), 8, 55 * size) == 5
+    assert memory.most_snapshots(program, CacheConfig(), 8, 110 * size) == 11
+    assert memory.most_snapshots(program, CacheConfig(snapshots=9), 8, 55 * size) == 9
+    assert memory.most_snapshots(program, CacheConfig(reuse_prefixes=False), 8, 55 * size) == 0
+    assert memory.most_snapshots(program, CacheConfig(), 8, math.inf) == 16
+    assert memory.most_snapshots(program, CacheConfig(), 20, math.inf) == 40
 
 
 def test_rows_take_no_more_than_half_of_the_memory_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +208,8 @@ def test_rows_take_no_more_than_half_of_the_memory_that_is_left(monkeypatch: pyt
     page, cache = memory.page_bytes(program), CacheConfig(reuse_prefixes=False, memory_share=1.0)
     assert row > snapshot_bytes(program)  # a snapshot holds no cached rows
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * row)
-    assert memory.most_rows(program, cache, 5) == 5
-    assert memory.most_rows(program, cache, 6) == 4
+    assert memory.most_rows(program, 5, 10 * row) == 5
+    assert memory.most_rows(program, 6, 10 * row) == 4
     wanted = StateSizes(6, 1, 1 << 30, 1)
     sizes = memory.limited(program, cache, wanted, 6)
     assert sizes == replace(wanted, rows=4, num_pages=6 * row // page)

@@ -8,31 +8,29 @@ cache of files, of which the kernel gives back the inactive part when memory is 
 from __future__ import annotations
 
 import functools
+import math
 import os
 from pathlib import Path
 
 _ROOT = Path("/")
 
 
-def available_bytes(root: Path = _ROOT) -> int | None:
-    """The least of what the machine and every control group of this process has left; None if nothing says.
+def available_bytes(root: Path = _ROOT) -> float:
+    """The least of what the machine and every control group of this process has left; infinite if nothing says.
 
     ``root`` is the folder in which ``proc`` and ``sys`` are.
     """
     machine = _fields(root / "proc/meminfo").get("MemAvailable:")
-    found = [1024 * machine] if machine is not None else _free_pages()
-    for group in _groups(root):
-        left = _left(group)
-        found += [] if left is None else [left]
-    return max(0, min(found)) if found else None
+    available = _free_pages() if machine is None else 1024 * machine
+    return max(0, min([available, *map(_left, _groups(root))]))
 
 
-def _free_pages() -> list[int]:
+def _free_pages() -> float:
     """What a system without ``/proc/meminfo`` calls available."""
     try:
-        return [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        return []
+        return math.inf
 
 
 @functools.cache
@@ -55,15 +53,15 @@ def _groups(root: Path) -> list[Path]:
     return found
 
 
-def _left(group: Path) -> int | None:
-    """What a control group has left; None if it has no limit."""
+def _left(group: Path) -> float:
+    """What a control group has left; infinite if it has no limit."""
     names = (("memory.max", "memory.current", "inactive_file"),
              ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
     for limit, usage, reclaimed in names:
         most, used = _text(group / limit).strip(), _text(group / usage).strip()
         if most.isdigit() and used.isdigit():
             return int(most) - int(used) + _fields(group / "memory.stat").get(reclaimed, 0)
-    return None
+    return math.inf
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -53,13 +53,12 @@ def modest(program: Program, cache: CacheConfig, sizes: StateSizes) -> StateSize
     device = program.target.device
     if device.type != "cpu" or cache.memory_share is not None:
         return sizes
-    rows = most_rows(program, replace(cache, memory_share=CPU_SHARE), sizes.rows)
+    allowed = CPU_SHARE * free_bytes(device)
+    rows, size = most_rows(program, sizes.rows, allowed), page_bytes(program)
     if cache.pool_tokens is not None:
         return replace(sizes, rows=rows)
-    free, size = free_bytes(device), page_bytes(program)
     pages = rows * num_pages(CPU_TOKENS, page_size(program, cache))
-    if free is not None and size:
-        pages = min(pages, int(CPU_SHARE * free / size))
+    pages = int(min(pages, allowed / size)) if size else pages
     return replace(sizes, rows=rows, num_pages=min(sizes.num_pages, max(sizes.pages_per_sequence, pages)))
 
 
@@ -72,73 +71,50 @@ def limited(program: Program, cache: CacheConfig, sizes: StateSizes, max_batch_s
     Raises:
         InputError: there is no memory for a single page.
     """
-    copies = most_snapshots(program, cache, max_batch_size, kept)
+    free = free_bytes(program.target.device) + kept
+    share = SHARE if cache.memory_share is None else cache.memory_share
+    copies = most_snapshots(program, cache, max_batch_size, free)
     taken = copies * snapshot_bytes(program)
-    rows = most_rows(program, cache, sizes.rows, kept, taken)
+    rows = most_rows(program, sizes.rows, share * free - taken)
     taken += rows * state_bytes(program)
-    pages = most_pages(program, cache, sizes.num_pages, kept, taken)
+    size, pages = page_bytes(program), sizes.num_pages
+    if cache.pool_tokens is not None:
+        pages = min(pages, num_pages(cache.pool_tokens, page_size(program, cache)))
+    if size and share * free - taken < size:
+        beside = f", and recurrent state takes {taken} of these" if taken else ""
+        raise InputError(
+            f"There is no memory for the KV cache: a page takes {size} bytes, and {free} are free, of which "
+            f"cache.memory_share allows {share}{beside}. Free some, or raise the share."
+        )
+    pages = int(min(pages, (share * free - taken) / size)) if size else pages
     return replace(sizes, rows=rows, snapshots=copies, num_pages=pages)
 
 
-def most_rows(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int = 0, taken: int = 0) -> int:
-    """The number of rows of a session that could use ``wanted``: all, or a power of two.
+def most_rows(program: Program, wanted: int, allowed: float) -> int:
+    """How many of the ``wanted`` rows a session gets: all, or a power of two.
 
-    ``kept_bytes`` are those of a state that is freed for the new one, and ``taken`` those that others take.
+    Their state takes no more than half of the bytes that are ``allowed``.
     """
     size = state_bytes(program)
-    free = free_bytes(program.target.device) if size else None  # every request asks, and reading it takes time
-    if free is None:
-        return wanted
-    most = max(1, int((_share(cache) * (free + kept_bytes) - taken) / 2 / size))
-    return wanted if wanted <= most else 1 << (most.bit_length() - 1)
+    most = max(1, allowed / 2 / size) if size else math.inf
+    return wanted if wanted <= most else 1 << (int(most).bit_length() - 1)
 
 
-def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int = 0, taken: int = 0) -> int:
-    """The number of pages that a session gets if ``wanted`` is what it could use.
+def most_snapshots(program: Program, cache: CacheConfig, max_batch_size: int, free: float) -> int:
+    """The number of snapshots of recurrent state, where so many bytes are ``free``.
 
-    ``kept_bytes`` are those of a state that is freed for the new one, and ``taken`` those that others take.
-
-    Raises:
-        InputError: there is no memory for a single page.
-    """
-    most = wanted if cache.pool_tokens is None else min(wanted, num_pages(cache.pool_tokens, page_size(program, cache)))
-    free, size = free_bytes(program.target.device), page_bytes(program)
-    if free is None or not size:
-        return most
-    room = int((_share(cache) * (free + kept_bytes) - taken) / size)
-    if room < 1:
-        raise InputError(
-            f"There is no memory for the KV cache: a page takes {size} bytes, and {free + kept_bytes} "
-            f"are free, of which cache.memory_share allows {_share(cache)}{_beside(taken)}. Free some, or raise "
-            "the share."
-        )
-    return min(most, room)
-
-
-def _share(cache: CacheConfig) -> float:
-    return SHARE if cache.memory_share is None else cache.memory_share
-
-
-def _beside(taken: int) -> str:
-    return f", and recurrent state takes {taken} of these" if taken else ""
-
-
-def most_snapshots(program: Program, cache: CacheConfig, max_batch_size: int, kept_bytes: int = 0) -> int:
-    """The number of snapshots of recurrent state; 0 if the target has none, or nothing is shared.
-
-    ``kept_bytes`` are those of a state that is freed for the new one.
+    It is 0 if the target has no such state, or nothing is shared.
     """
     size = snapshot_bytes(program)
     if not size or not cache.reuse_prefixes:
         return 0
     if cache.snapshots is not None:
         return cache.snapshots
-    wanted, free = max(FEWEST, 2 * max_batch_size), free_bytes(program.target.device)
-    return wanted if free is None else min(wanted, int(SNAPSHOT_SHARE * (free + kept_bytes) / size))
+    return int(min(max(FEWEST, 2 * max_batch_size), SNAPSHOT_SHARE * free / size))
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that can be allocated on a device; None if the system does not say."""
+def free_bytes(device: torch.device) -> float:
+    """Memory that can be allocated on a device; infinite if the system does not say."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
