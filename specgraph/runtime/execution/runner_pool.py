@@ -60,19 +60,12 @@ class RunnerPool:
         Raises:
             InputError: there is no memory for a single page.
         """
-        idle = self.idle
-        if idle is None or idle.sizes.rows < sizes.rows or idle.sizes.num_pages < sizes.num_pages:
-            idle_bytes = 0 if idle is None else idle.num_bytes
-            sizes = limited(self.program, self._cache, sizes, self.max_batch_size, idle_bytes)
-        else:
-            sizes = dataclasses.replace(sizes, snapshots=idle.sizes.snapshots)
-        if not self.program.captured:
-            # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
-            least = 2 if self.program.compiled and sizes.rows > 1 else 1
-            return Runner(StateMemory(self.program, sizes, self._pages(sizes)), least)
-        wanted = bucket(sizes, self.max_batch_size, self.block_size)
-        idle = None  # else a workspace that is too small would be there beside the one that takes its place
-        return GraphRunner(self._workspace(wanted))
+        if self.program.captured:
+            return GraphRunner(self._workspace(sizes))
+        sizes = limited(self.program, self._cache, sizes, self.max_batch_size)
+        # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
+        least = 2 if self.program.compiled and sizes.rows > 1 else 1
+        return Runner(StateMemory(self.program, sizes, self._pages(sizes)), least)
 
     @contextlib.contextmanager
     def lend(self, sizes: StateSizes) -> Iterator[Runner]:
@@ -107,9 +100,15 @@ class RunnerPool:
 
     def _workspace(self, sizes: StateSizes) -> Workspace:
         with self._lock:
-            space, self.idle = self.idle, None
-            self._recent.append(sizes)
-            wanted = sizes if space is None else next_sizes(space.sizes, space.num_bytes, list(self._recent))
+            space, idle_bytes = self.idle, 0 if self.idle is None else self.idle.num_bytes
+            if space is not None and space.sizes.rows >= sizes.rows and space.sizes.num_pages >= sizes.num_pages:
+                sizes = dataclasses.replace(sizes, snapshots=space.sizes.snapshots)
+            else:
+                sizes = limited(self.program, self._cache, sizes, self.max_batch_size, idle_bytes)
+            self._recent.append(wanted := bucket(sizes, self.max_batch_size, self.block_size))
+            if space is not None:
+                wanted = next_sizes(space.sizes, idle_bytes, self._recent)
+            self.idle = None
         if space is None or space.sizes != wanted:
             space = None  # freed before the next one is allocated
             pool = self.make_pool(self.program.target.device)
