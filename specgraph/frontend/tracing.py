@@ -361,12 +361,10 @@ def _split(module: fx.GraphModule, layers: int, name: str) -> tuple[fx.GraphModu
 
 def _subgraph(module: fx.GraphModule, result: fx.Node, inputs: list[fx.Node], name: str) -> fx.GraphModule:
     """The nodes between ``inputs`` and ``result`` as a module of their own, sharing the parameters."""
-    needed, stack = set(), [result]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += [] if node in inputs else node.all_input_nodes
+    needed = {result}
+    for node in reversed(module.graph.nodes):
+        if node in needed and node not in inputs:
+            needed.update(node.all_input_nodes)
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in inputs:

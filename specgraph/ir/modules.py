@@ -6,7 +6,8 @@ of modules that no pass changes were half of the time of a small decoder's compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from torch import fx
@@ -14,7 +15,7 @@ from torch import fx
 from specgraph.ir.graphs import copy_module
 
 
-class Modules(MutableMapping[str, fx.GraphModule]):
+class Modules(UserDict[str, fx.GraphModule]):
     """Modules by name. Some are the program's own, and it may share the others with copies of itself.
 
     Whatever gives a module to the caller (``[]``, ``values()``, ``items()``, ``pop()``) gives one that may be changed:
@@ -23,18 +24,18 @@ class Modules(MutableMapping[str, fx.GraphModule]):
 
     def __init__(self, own: Mapping[str, fx.GraphModule]) -> None:
         """The modules ``own`` belong to no other program."""
-        self._modules = dict(own)
-        self._own = set(own)
+        self._own = set[str]()
+        super().__init__(own)
 
     @property
     def unchanged(self) -> Mapping[str, fx.GraphModule]:
         """The modules as they are. Other programs may share them, so they may not be changed."""
-        return MappingProxyType(self._modules)
+        return MappingProxyType(self.data)
 
     def copy(self) -> Modules:
         """The same modules for another program. Modules that are shared already stay shared."""
         new = Modules({})
-        new._modules = {name: copy_module(m) if name in self._own else m for name, m in self._modules.items()}
+        new.data = {name: copy_module(m) if name in self._own else m for name, m in self.data.items()}
         new._own = set(self._own)
         return new
 
@@ -44,28 +45,15 @@ class Modules(MutableMapping[str, fx.GraphModule]):
 
     def where(self, wanted: Callable[[fx.Graph], bool]) -> Iterator[tuple[str, fx.GraphModule]]:
         """The modules whose graphs are ``wanted``, with their names, to change them."""
-        for name in [name for name, module in self._modules.items() if wanted(module.graph)]:
+        for name in [name for name, module in self.data.items() if wanted(module.graph)]:
             yield name, self[name]
 
     def __getitem__(self, name: str) -> fx.GraphModule:
         if name not in self._own:
-            self._modules[name] = copy_module(self._modules[name])
+            self.data[name] = copy_module(self.data[name])
             self._own.add(name)
-        return self._modules[name]
+        return self.data[name]
 
     def __setitem__(self, name: str, module: fx.GraphModule) -> None:
-        self._modules[name] = module
+        self.data[name] = module
         self._own.add(name)
-
-    def __delitem__(self, name: str) -> None:
-        del self._modules[name]
-        self._own.discard(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._modules
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
