@@ -201,4 +201,4 @@ def test_texts_are_kept_up_to_a_number_and_share_the_bytes_of_tokens() -> None:
     assert boundary("text 0") is first
     others = [boundary(f"text {number}") for number in range(1, 2 * MOST_BOUNDARIES)]
     assert all(other.vocabulary is first.vocabulary for other in others)
-    assert len(grammars._boundaries[TOKENIZER]) <= MOST_BOUNDARIES
+    assert len(grammars._boundaries[TOKENIZER].values) <= MOST_BOUNDARIES

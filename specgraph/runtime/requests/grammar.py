@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specgraph.errors import InputError, SpecgraphError, SpecgraphWarning
+from specgraph.ir.known_shapes import Recent
 from specgraph.runtime.requests.arguments import KINDS
 from specgraph.runtime.requests.delayed_structure import Later, TextBoundary, TokenBoundary
 from specgraph.runtime.requests.host_processors import HostProcessor, Rows
@@ -136,9 +137,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizers: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
-        self._boundaries: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], TextBoundary]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._boundaries: weakref.WeakKeyDictionary[Any, Recent[TextBoundary]] = weakref.WeakKeyDictionary()
 
     def read(
         self, wanted: Sequence[StructureOptions | None], tokenizer: Callable[[], Any],
@@ -181,16 +180,15 @@ class Grammars:
             InputError: it is neither a text nor a token, or the token ends the sequence.
         """
         if isinstance(after, str) and after:
-            known = self._boundaries.setdefault(tokenizer, {})
-            boundary = known.get((after, eos_ids))
+            known = self._boundaries.setdefault(tokenizer, Recent(MOST_BOUNDARIES))
+            boundary = known.find((after, eos_ids))
             if boundary is None:
                 own = self._own_tokenizer(tokenizer, eos_ids)
-                vocabulary = next((other.vocabulary for other in [*known.values()] if other.tokenizer is own), None)
+                others = [*known.values.values()]
+                vocabulary = next((other.vocabulary for other in others if other.tokenizer is own), None)
                 vocabulary = vocabulary or [own.decode_bytes([token]) for token in range(self._vocab_size)]
                 boundary = TextBoundary(after.encode(), vocabulary, own)
-                if len(known) >= MOST_BOUNDARIES:  # clients of a server may choose the texts
-                    known.clear()
-                known[after, eos_ids] = boundary
+                known.keep((after, eos_ids), boundary)
             return boundary
         if isinstance(after, bool) or not isinstance(after, int) or not 0 <= after < self._vocab_size:
             raise InputError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,6 @@ from specgraph.runtime.requests.values import (
     PerSequence,
     check_function,
     check_ids,
-    is_number,
     per_sequence,
     read_flag,
     whole,
@@ -150,7 +148,10 @@ class RequestParser:
         device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
         logprobs, traced = read_logprobs(given.get("return_logprobs")), bool(read_flag("trace", given.get("trace")))
         mode, strings = Mode(logprobs, traced=traced), read_stop_strings(asked.get("stop_strings"))
-        criteria = [*read_criteria(given.get("stopping_criteria")), *_criteria(strings, asked)]
+        criteria = [
+            *read_criteria(given.get("stopping_criteria")),
+            *stop_criteria(strings, asked.get("tokenizer"), asked.get("max_time")),
+        ]
         streamer, wanted = _streamer(given.get("streamer")), read_wanted(asked)
         return GenerateCall(requests, prompts.left_padding, pad_id, device, mode, criteria, strings, streamer, wanted)
 
@@ -310,14 +311,6 @@ def _warn_greedy(asked: Mapping[str, PerSequence], batch: int) -> None:
             f"do_sample=True is given; give one of these to sample, temperature=0 to say that greedy is meant, or "
             f"leave {them} out."
         )
-
-
-def _criteria(strings: list[str], asked: Mapping[str, Any]) -> list[Criterion]:
-    seconds = asked.get("max_time")
-    if seconds is not None and not (is_number(seconds) and seconds > 0):
-        raise InputError(f"max_time must be a number of seconds above 0, got {seconds!r}.")
-    seconds = None if seconds == math.inf else seconds
-    return stop_criteria(strings, asked.get("tokenizer"), seconds)
 
 
 def read_wanted(asked: Mapping[str, Any]) -> Wanted:

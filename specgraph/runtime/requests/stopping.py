@@ -6,7 +6,7 @@ what steps emit for it after that is dropped.
 
 from __future__ import annotations
 
-import threading
+import math
 import weakref
 from collections.abc import Callable, Set
 from typing import Any
@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers.generation import MaxTimeCriteria, StopStringCriteria
 
 from specgraph.errors import InputError
+from specgraph.ir.known_shapes import Recent
 from specgraph.runtime.requests.text import check_tokenizer
-from specgraph.runtime.requests.values import read_functions
+from specgraph.runtime.requests.values import is_number, read_functions
 
 Criterion = Callable[[Tensor, Any], Any]
 """As transformers' ``StoppingCriteria``: of the tokens int64 ``[1, S]`` of a sequence and of scores, which are always
@@ -46,25 +47,27 @@ def read_stop_strings(given: Any) -> list[str]:
     return list(strings)
 
 
-def stop_criteria(strings: list[str], tokenizer: Any, seconds: float | None) -> list[Criterion]:
-    """Criteria that end a sequence behind one of ``strings``, and every sequence after so many seconds from now.
+def stop_criteria(strings: list[str], tokenizer: Any, max_time: Any) -> list[Criterion]:
+    """Criteria that end a sequence behind one of ``strings``, and every sequence ``max_time`` seconds from now.
 
     Raises:
         InputError: there is no tokenizer that could read the strings, or transformers cannot look for them with this
-            one.
+            one, or ``max_time`` is no number above 0.
     """
+    if max_time is not None and not (is_number(max_time) and max_time > 0):
+        raise InputError(f"max_time must be a number of seconds above 0, got {max_time!r}.")
     criteria: list[Criterion] = []
     if strings and tokenizer is None:
         raise InputError("stop_strings needs the model's tokenizer; pass it as tokenizer=.")
     if strings:
         criteria.append(_stop_strings(strings, tokenizer))
-    if seconds is not None:
-        criteria.append(MaxTimeCriteria(max_time=seconds))
+    if max_time is not None and max_time != math.inf:
+        criteria.append(MaxTimeCriteria(max_time=max_time))
     return criteria
 
 
-_KEPT, _LOCK = 32, threading.Lock()
-_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Criterion]] = weakref.WeakKeyDictionary()
+_KEPT = 32
+_MADE: weakref.WeakKeyDictionary[Any, Recent[Criterion]] = weakref.WeakKeyDictionary()
 """The last criteria of each tokenizer, since making one reads the whole vocabulary: 20 ms for 3,072 tokens, which the
 requests of a server would all wait for."""
 
@@ -74,12 +77,10 @@ def _stop_strings(strings: list[str], tokenizer: Any) -> Criterion:
     if not hasattr(tokenizer, "__len__"):
         return _stop_criterion(strings, tokenizer)
     key = len(tokenizer), *strings  # whoever adds tokens gets another criterion
-    with _LOCK:
-        made = _MADE.setdefault(tokenizer, {})
-        criterion = made.pop(key, None) or _stop_criterion(strings, tokenizer)
-        made[key] = criterion  # behind all others, of which the first is the one that was used the longest time ago
-        while len(made) > _KEPT:
-            del made[next(iter(made))]
+    made = _MADE.setdefault(tokenizer, Recent(_KEPT))
+    criterion = made.find(key)
+    if criterion is None:
+        made.keep(key, criterion := _stop_criterion(strings, tokenizer))
     return criterion
 
 
