@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -94,13 +94,14 @@ def random_window(rows: int, *, vocab_size: int, device: torch.device) -> Tensor
     return torch.randint(vocab_size, (2, rows), generator=generator).to(device)
 
 
-def each_buffer(program: HasInputs, state: State, function: Callable[[Buffer, Tensor], Any]) -> State:
-    """``function(buffer, tensor)`` for every tensor of a state, in the state's own nesting."""
-    return {name: map_input(function, program.inputs[name], value) for name, value in state.items()}
+def each_buffer(program: HasInputs, state: State) -> list[tuple[str, Buffer, Tensor]]:
+    """Every tensor of a state with the name of its input and what it declares."""
+    found: list[tuple[str, Buffer, Tensor]] = []
+    for name, value in state.items():
+        map_input(lambda buffer, there, name=name: found.append((name, buffer, there)), program.inputs[name], value)
+    return found
 
 
 def num_bytes(program: HasInputs, state: State) -> int:
     """Bytes of all tensors of a state."""
-    sizes: list[int] = []
-    each_buffer(program, state, lambda _, tensor: sizes.append(tensor.numel() * tensor.element_size()))
-    return sum(sizes)
+    return sum(tensor.nbytes for *_, tensor in each_buffer(program, state))

@@ -14,7 +14,6 @@ write again (:data:`~specgraph.ir.drafter.SCRATCH`), as in a chain behind its fi
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -147,7 +146,7 @@ def traffic(
 def state_size(program: Program) -> int:
     """The bytes of memory in which the target's recurrent ops keep one sequence: their states, and room for rows."""
     ops = _recurrent_buffers(program.modules.unchanged["target"])
-    return sum(_per_sequence(buffer) for buffers in ops for buffer in buffers)
+    return sum(buffer.row_bytes({}) for buffers in ops for buffer in buffers)
 
 
 def step_reads(program: Program) -> list[CallReads]:
@@ -212,7 +211,7 @@ def _caches(node: fx.Node) -> list[tuple[int, float | None]]:
         windows = _windows(node, index) if buffer.owner == "pages" else []
         if windows:
             window = None if None in windows else max(cast(list[float], windows))
-            found.append((_per_token(buffer), window))
+            found.append((buffer.row_bytes({}) // int(buffer.shape[1]), window))  # of one token of a page
     return found
 
 
@@ -222,11 +221,6 @@ def _windows(caches: fx.Node, index: int) -> list[float | None]:
     writers = [form.op for form in STATEFUL.values() if not form.reads]
     windows = [user.kwargs.get("window") for item in items for user in item.users if user.target not in writers]
     return [None if window is None else float(cast(float, window)) for window in windows]
-
-
-def _per_token(buffer: Buffer) -> int:
-    """The bytes of one row of a buffer ``[N, block_size, H, D]``."""
-    return math.prod(int(size) for size in buffer.shape[2:]) * buffer.dtype.itemsize
 
 
 def _recurrent_buffers(module: fx.GraphModule) -> list[tuple[Buffer, ...]]:
@@ -244,15 +238,10 @@ def _states(module: fx.GraphModule) -> tuple[tuple[int, int, int], ...]:
     """The bytes that the recurrent ops of a module move (:attr:`Reads.states`); ops whose rows are alike are summed."""
     sums: dict[tuple[int, bool], tuple[int, int]] = {}
     for buffers in _recurrent_buffers(module):
-        state = sum(_per_sequence(buffer) for buffer in buffers if buffer.settled_rows is None)
+        state = sum(buffer.row_bytes({}) for buffer in buffers if buffer.settled_rows is None)
         rows = [buffer for buffer in buffers if buffer.settled_rows is not None]
-        row = sum(_per_sequence(buffer) // int(buffer.shape[1]) for buffer in rows)
+        row = sum(buffer.row_bytes({}) // int(buffer.shape[1]) for buffer in rows)
         settled = max((buffer.settled_rows or 0 for buffer in rows), default=0)
         known = sums.get((settled, state > 0), (0, 0))
         sums[settled, state > 0] = known[0] + state, known[1] + row
     return tuple((state, row, settled) for (settled, _), (state, row) in sums.items())
-
-
-def _per_sequence(buffer: Buffer) -> int:
-    """The bytes of one row of a buffer ``[B, ...]``."""
-    return math.prod(int(size) for size in buffer.shape[1:]) * buffer.dtype.itemsize

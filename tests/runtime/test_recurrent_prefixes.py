@@ -313,7 +313,7 @@ def test_each_buffer_says_whether_a_snapshot_holds_it() -> None:
     with opened(decoder_of("mamba", "none")) as session:
         held: list[tuple[tuple[Any, ...], int | None]] = []
         runner = session._engine._runner
-        each_buffer(decoder_of("mamba", "none")._program, runner.state, lambda b, _: held.append((b.shape, b.chunk)))
+        held += [(b.shape, b.chunk) for _, b, _ in each_buffer(decoder_of("mamba", "none")._program, runner.state)]
         assert {chunk for _, chunk in held} == {None, CHUNK}
         assert sum(chunk is not None for _, chunk in held) == 1 + 2 * 2
 

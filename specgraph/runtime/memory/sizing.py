@@ -30,7 +30,7 @@ CPU_TOKENS = 2048
 def page_bytes(program: Program) -> int:
     """Bytes of one page, over all layers of the target and of the drafter."""
     pools = [b for spec in program.inputs.values() for b in buffers_of(spec) if b.owner == "pages"]
-    return sum(math.prod(int(size) for size in pool.shape[1:]) * pool.dtype.itemsize for pool in pools)
+    return sum(pool.row_bytes({}) for pool in pools)
 
 
 def page_size(program: Program, cache: CacheConfig) -> int:

@@ -131,10 +131,7 @@ class Snapshots:
         """``count`` snapshots, whose elements are not defined until they are saved."""
         self._pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         """Each buffer and its snapshots, by their dtype."""
-        each_buffer(program, state, lambda buffer, tensor: self._add(buffer, tensor, count))
-
-    def _add(self, buffer: Buffer, tensor: Tensor, count: int) -> None:
-        if buffer.chunk is not None:
+        for tensor in (tensor for _, buffer, tensor in each_buffer(program, state) if buffer.chunk is not None):
             copies = torch.empty(count, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
             self._pairs.setdefault(tensor.dtype, []).append((tensor, copies))
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from specgraph.drafters.step import SAMPLING
 from specgraph.ir.program import Program
-from specgraph.ir.state import State
-from specgraph.kernels.state import Buffer, map_input
+from specgraph.ir.state import State, each_buffer
 from specgraph.kernels.step import scatter_state_
 from specgraph.passes.insert_processors import kept_for_processors
 from specgraph.runtime.memory.pages import num_pages
@@ -61,7 +60,7 @@ class StateRowInitializer:
     """
 
     def __init__(self, program: Program, state: State) -> None:
-        own = [entry for entry in _buffers(program, state) if entry[1].owner == "sequence"]
+        own = [entry for entry in each_buffer(program, state) if entry[1].owner == "sequence"]
         small = [entry for entry in own if not entry[1].indexed]
         self._large = [(buffer, there) for _, buffer, there in own if buffer.indexed]
         self._only_processors = kept_for_processors(program)
@@ -146,14 +145,6 @@ def stop(state: State, rows: Sequence[int]) -> None:
     """The sequences in ``rows`` are inactive from now on: no step changes anything of theirs."""
     index = uploaded(torch.tensor(rows, dtype=torch.int64, device="cpu"), state["num_rows"].device)
     scatter_state_(index, [state["num_rows"]], [torch.zeros_like(index)])
-
-
-def _buffers(program: Program, state: State) -> list[tuple[str, Buffer, Tensor]]:
-    """Every tensor of a state with the name of its input and what it declares."""
-    found: list[tuple[str, Buffer, Tensor]] = []
-    for name, value in state.items():
-        map_input(lambda buffer, there, name=name: found.append((name, buffer, there)), program.inputs[name], value)
-    return found
 
 
 def staged(values: Tensor, device: torch.device) -> Tensor:
