@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from pathlib import Path
 
 _ROOT = Path("/")
+_FILES = (("memory.max", "memory.current", "inactive_file"),
+          ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
 
 
 def available_bytes(root: Path = _ROOT) -> float:
@@ -20,9 +23,9 @@ def available_bytes(root: Path = _ROOT) -> float:
 
     ``root`` is the folder in which ``proc`` and ``sys`` are.
     """
-    machine = _fields(root / "proc/meminfo").get("MemAvailable:")
+    machine = _number(root / "proc/meminfo", "MemAvailable:")
     available = _free_pages() if machine is None else 1024 * machine
-    return max(0, min([available, *map(_left, _groups(root))]))
+    return max(0, min([available, *(_left(*group) for group in _groups(root))]))
 
 
 def _free_pages() -> float:
@@ -34,13 +37,14 @@ def _free_pages() -> float:
 
 
 @functools.cache
-def _groups(root: Path) -> list[Path]:
-    """The folders of the control groups that this process is in, from the innermost one outwards.
+def _groups(root: Path) -> list[tuple[Path, Path, str]]:
+    """The control groups that this process is in, from the innermost one outwards.
 
+    Of each these are the files with its limit and its usage, and the name in ``memory.stat`` of what can be given back.
     Inside of a container, the path of its group may be that on the host, which is not there; its own group is then
     what is mounted. They are looked for once, because every request on a CPU asks.
     """
-    found: list[Path] = []
+    found: list[tuple[Path, Path, str]] = []
     for line in filter(None, _text(root / "proc/self/cgroup").splitlines()):
         _, controllers, path = line.split(":", 2)
         mounted = {"": root / "sys/fs/cgroup", "memory": root / "sys/fs/cgroup/memory"}
@@ -49,25 +53,24 @@ def _groups(root: Path) -> list[Path]:
             continue
         inner = top / path.strip("/")
         around = [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
-        found += filter(Path.is_dir, around)
+        found += [(folder / limit, folder / usage, name) for folder in around for limit, usage, name in _FILES
+                  if (folder / limit).is_file()]  # fmt: skip
     return found
 
 
-def _left(group: Path) -> float:
+def _left(limit: Path, usage: Path, reclaimed: str) -> float:
     """What a control group has left; infinite if it has no limit."""
-    names = (("memory.max", "memory.current", "inactive_file"),
-             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
-    for limit, usage, reclaimed in names:
-        most, used = _text(group / limit).strip(), _text(group / usage).strip()
-        if most.isdigit() and used.isdigit():
-            return int(most) - int(used) + _fields(group / "memory.stat").get(reclaimed, 0)
-    return math.inf
+    most = _text(limit).strip()
+    used = _text(usage).strip() if most.isdigit() else ""
+    if not used.isdigit():
+        return math.inf
+    return int(most) - int(used) + (_number(limit.with_name("memory.stat"), reclaimed) or 0)
 
 
-def _fields(path: Path) -> dict[str, int]:
-    """The numbers of a file with a name and a number in every line."""
-    lines = (line.split() for line in _text(path).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+def _number(path: Path, name: str) -> int | None:
+    """The number behind a name, in a file with a name and a number in every line."""
+    found = re.search(rf"^{name}\s+(\d+)", _text(path), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _text(path: Path) -> str:
