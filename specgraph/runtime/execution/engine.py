@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -166,10 +167,11 @@ class Engine:
 
     def _plan(self) -> Plan:
         """What happens next, with the sequences that enter in their state rows."""
-        with self._lock:
-            plan = self._scheduler.plan(self._waiting, self._running.values(), self._free_state_rows)
-            for _ in plan.entering:
-                self._waiting.popleft()
+        with self._lock:  # no more are needed to see whether there are more than can enter
+            first = [*itertools.islice(self._waiting, len(self._free_state_rows) + 1)]
+        plan = self._scheduler.plan(first, self._running.values(), self._free_state_rows)
+        for _ in plan.entering:
+            self._waiting.popleft()
         if plan.entering:
             self._enter(plan.entering)
         return plan
