@@ -7,7 +7,6 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,17 +15,6 @@ from specgraph.errors import PassError
 
 _CAPTURING = threading.Lock()
 """One capture at a time in a process; PyTorch allows no more."""
-
-
-class Pool(Protocol):
-    """Where a :class:`~specgraph.runtime.execution.workspace.Workspace` has its steps captured."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the memory that the captured functions share."""
-
-    def capture(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Something that runs ``function`` again, and the tensor its result lies in from then on."""
 
 
 class GraphPool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from specgraph.config import CacheConfig
 from specgraph.ir.program import Program
 from specgraph.passes.insert_recurrent_state import has_recurrent_state
-from specgraph.runtime.execution.cuda_graphs import GraphPool, Pool
+from specgraph.runtime.execution.cuda_graphs import GraphPool
 from specgraph.runtime.execution.graph_runner import GraphRunner
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.execution.workspace import PATIENCE, Workspace, bucket, next_sizes
@@ -38,7 +38,7 @@ class RunnerPool:
     program: Program
     max_batch_size: int
     cache: CacheConfig = field(default_factory=CacheConfig)
-    make_pool: Callable[[torch.device], Pool] = GraphPool
+    make_pool: Callable[[torch.device], GraphPool] = GraphPool
     idle: Workspace | None = None
     _recent: deque[StateSizes] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -18,7 +18,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels.launch import new_counters
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.kernels.step.results import num_columns
-from specgraph.runtime.execution.cuda_graphs import Pool
+from specgraph.runtime.execution.cuda_graphs import GraphPool
 from specgraph.runtime.execution.inputs import padded_inputs
 from specgraph.runtime.execution.results import Mailbox, num_traced
 from specgraph.runtime.memory.pages import PagePool
@@ -83,7 +83,7 @@ class Workspace(StateMemory):
         paused: what the first halves of steps that pause have left.
     """
 
-    def __init__(self, program: Program, sizes: StateSizes, pages: PagePool, pool: Pool) -> None:
+    def __init__(self, program: Program, sizes: StateSizes, pages: PagePool, pool: GraphPool) -> None:
         super().__init__(program, sizes, pages)
         device = program.target.device
         self.counters = new_counters(device) if self.counters is None else self.counters
