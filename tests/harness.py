@@ -35,7 +35,7 @@ from specgraph.runtime.memory.pages import PagePool
 from specgraph.runtime.memory.state_rows import Admission, StateRowInitializer, sizes_for
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.requests.sampling import Sampling
-from specgraph.runtime.schedule.prefill import Prefill
+from specgraph.runtime.schedule.prefill import Chunk, PendingPrompt, shared_window
 from tests.decoding import CONFIG
 from tests.recurrent_drafts import poison_unsettled_rows, recurrent_state
 
@@ -345,6 +345,23 @@ def real_run(
     run = Run(drafting_stage(decoder), list(limits), state["block_table"], options, state=state)
     _decode(run, program.step(), prefill, decoder.config.cache.prefill_chunk, prompts)
     return run
+
+
+class Prefill:
+    """Prompts that are yet to be run in windows of prompts alone; for its arguments see :func:`shared_window`."""
+
+    def __init__(self, width: int, batch: int, overhead: int) -> None:
+        self._sizes = width, batch, overhead
+        self._prompts: dict[int, PendingPrompt] = {}
+
+    def add(self, row: int, prompt: Tensor) -> None:
+        self._prompts[row] = PendingPrompt(prompt, 0, prompt.numel(), [], 1)
+
+    def pending(self) -> list[int]:
+        return [row for row, prompt in self._prompts.items() if prompt.left]
+
+    def chunk(self, most: int) -> Chunk:
+        return shared_window(self._prompts, most, *self._sizes)
 
 
 def begun(program: Program, requests: Sequence[Request]) -> tuple[State, Prefill]:

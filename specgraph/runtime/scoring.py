@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -32,7 +32,7 @@ from specgraph.runtime.requests.parser import RequestParser
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.requests.sampling import CUTS
 from specgraph.runtime.requests.values import PerSequence, per_sequence, whole
-from specgraph.runtime.schedule.prefill import Chunk, PendingPrompt, Prefill
+from specgraph.runtime.schedule.prefill import Chunk, PendingPrompt, shared_window
 from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS
 from specgraph.specialise.score_rows import ScoreRows
 
@@ -63,14 +63,6 @@ class ScoreOutput:
         return torch.stack([values.double().sum() for values in self.logprobs])
 
 
-class Asked(NamedTuple):
-    """What a call of ``score`` asks for: sequences, the place of the first scored token of each, and the step."""
-
-    requests: list[Request]
-    starts: list[int]
-    step: ScoreRows
-
-
 def read_scoring(
     reader: RequestParser,
     sequences: Any,
@@ -78,8 +70,8 @@ def read_scoring(
     start: PerSequence,
     logprobs: Any,
     **sampling: PerSequence,
-) -> Asked:
-    """A checked call of ``score``.
+) -> tuple[list[Request], list[int], ScoreRows]:
+    """A checked call of ``score``: sequences, the place of the first scored token of each, and the step.
 
     Raises:
         InputError: an argument is out of range; the message says what is allowed.
@@ -103,7 +95,7 @@ def read_scoring(
         unused = tuple(sorted(CUTS.keys() - set().union(*(request.state for request in requests))))
     starts = _read_starts(requests, start)
     # The last token is read and not run, so it takes no room.
-    return Asked([replace(r, limit=r.prompt.numel() - 1) for r in requests], starts, ScoreRows(logprobs, unused))
+    return [replace(r, limit=r.prompt.numel() - 1) for r in requests], starts, ScoreRows(logprobs, unused)
 
 
 def _unpadded(out: GenerateOutput, mask: Any, start: PerSequence) -> tuple[list[Tensor], None, PerSequence]:
@@ -165,9 +157,9 @@ class Scoring:
         """``step`` is one that :class:`~specgraph.specialise.score_rows.ScoreRows` has made, and costs ``overhead``
         besides its rows, as a number of rows. A sequence has at most ``chunk`` rows in it."""
         # The logits of all rows of a step take no more memory than they should.
-        most_rows = max(2, min(MOST_ROWS, MOST_LOGITS // vocab_size))
-        self._runner, self._step, self._chunk = runner, step, max(2, min(chunk, most_rows))
-        self._prefill = Prefill(2, runner.memory.sizes.rows, overhead, most_rows, within=runner.pages.within)
+        self._most_rows = max(2, min(MOST_ROWS, MOST_LOGITS // vocab_size))
+        self._runner, self._step, self._overhead = runner, step, overhead
+        self._chunk = max(2, min(chunk, self._most_rows))
         self._free_rows = list(range(runner.memory.sizes.rows))
         self._running: dict[int, _Place] = {}
         """By row."""
@@ -183,7 +175,7 @@ class Scoring:
             with self._runner.active():
                 while waiting or self._running:
                     self._admit(waiting, requests, starts)
-                    self._enqueue(self._prefill.chunk(self._chunk))
+                    self._enqueue(self._next_chunk())
             return self._read(requests, starts)
         finally:
             self._close()
@@ -210,11 +202,15 @@ class Scoring:
             ends = {(page + 1) * pages.block_size: name for page, name in enumerate(names)}
             own = {end: name for end, name in ends.items() if end > begin}
             filling.update(own.values())
-            tokens = self._prefill.add(row, request.prompt, begin, request.limit, reserved.boundaries)
+            tokens = PendingPrompt(request.prompt, begin, request.limit, [*reserved.boundaries], pages.within)
             self._running[row] = _Place(number, reserved, tokens, own)
             entering.append(Admission(row, request, reserved.pages, begin, reserved.snapshot))
         if entering:
             self._runner.memory.admit(entering)
+
+    def _next_chunk(self) -> Chunk:
+        prompts, batch = {row: place.tokens for row, place in self._running.items()}, self._runner.memory.sizes.rows
+        return shared_window(prompts, self._chunk, 2, batch, self._overhead, self._most_rows)
 
     def _names_of(self, number: int, prompt: Tensor) -> list[int]:
         if number not in self._names:

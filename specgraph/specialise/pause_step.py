@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from specgraph.errors import PassError
 from specgraph.ir.graphs import calls, cut
@@ -59,22 +59,15 @@ class PausedStep(torch.nn.Module):
     """A step in two halves.
 
     Attributes:
-        before: gives a mapping with everything that the second half needs, and with ``for_host``, the logits float32
-            ``[B, R, V]`` that the host may change, and ``logits``, the target's own.
-        after: takes this mapping as ``made`` beside the inputs of the step.
+        before: takes the inputs of the step, and an empty mapping as ``made``. It gives a mapping with everything that
+            the second half needs, and with ``for_host``, the logits float32 ``[B, R, V]`` that the host may change, and
+            ``logits``, the target's own.
+        after: takes this mapping as ``made`` beside the inputs of the step, and gives what the step returns.
     """
 
     def __init__(self, before: torch.nn.Module, after: torch.nn.Module) -> None:
         super().__init__()
         self.before, self.after = before, after
-
-    def begin(self, **given: Any) -> dict[str, Any]:
-        """Run the first half on the inputs of the step."""
-        return self.before(made={}, **given)
-
-    def finish(self, kept: dict[str, Any], **given: Any) -> tuple[Tensor, ...]:
-        """Run the second half, and give what the step returns."""
-        return self.after(made=kept, **given)
 
 
 def halves(whole: fx.GraphModule, logits: str) -> PausedStep:

@@ -7,7 +7,9 @@ import random
 from collections.abc import Iterable
 
 import pytest
+import torch
 
+from specgraph.runtime.schedule.prefill import PendingPrompt, prompt_window
 from specgraph.runtime.schedule.prompt_shapes import (
     FEW_ROWS,
     FORESEEN,
@@ -117,6 +119,14 @@ def _cost_as_taken(widths: list[int], most: int, overhead: int) -> float:
         total += _cost(widths[:taken], most, overhead)
         widths = widths[taken:]
     return total
+
+
+def test_a_chunk_tells_the_shape_of_the_graph_that_runs_it() -> None:
+    parts = [(row, PendingPrompt(torch.arange(9), 0, 9, [], 1), count) for row, count in ((0, 9), (5, 5))]
+    assert prompt_window(parts).captured_shape(8) == (2, 256, 16)
+    parts = [(row, PendingPrompt(torch.arange(900), 0, 900, [], 1), 300) for row in range(3)]
+    beside = prompt_window(parts, decoding=[3, 4], width=2)
+    assert beside.captured_shape(8) == (8, 512, 1024) and beside.captured_shape(5) == (5, 512, 1024)
 
 
 def test_groups_are_larger_where_prompt_steps_cost_more_and_more_sequences_end() -> None:

@@ -18,10 +18,10 @@ from specgraph.runtime.execution.graph_runner import GraphRunner
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.execution.results import Results
 from specgraph.runtime.execution.runner import Runner
-from specgraph.runtime.schedule.prefill import LAID_OUT, Chunk, Prefill
+from specgraph.runtime.schedule.prefill import LAID_OUT, Chunk
 from specgraph.specialise.index_rows import IndexRows
 from tests.decoding import compiled
-from tests.harness import begun
+from tests.harness import Prefill, begun
 from tests.models import ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
 from tests.runtime.test_runner import replaying

@@ -285,9 +285,9 @@ def test_a_prompt_step_runs_in_the_next_larger_shape_and_gives_the_same(
     seen = []
     for columns, rows in ((None, None), (8, 24), (32, 64)):
         if columns is not None:
-            graph_runner = "specgraph.runtime.execution.graph_runner"
-            monkeypatch.setattr(f"{graph_runner}.captured_width", lambda width, count, n=columns: n)
-            monkeypatch.setattr(f"{graph_runner}.padded_rows", lambda count, n=rows, **_: n)
+            prefill = "specgraph.runtime.schedule.prefill"
+            monkeypatch.setattr(f"{prefill}.captured_width", lambda width, count, n=columns: n)
+            monkeypatch.setattr(f"{prefill}.padded_rows", lambda count, n=rows, **_: n)
         decoder = replaying()
         assert same(decoder.generate(PROMPTS, **options).new_tokens, expected)
         seen.append({tuple(shape[1:4]) for shape in idle(decoder).shapes if shape.width is not None})

@@ -61,10 +61,10 @@ def test_two_halves_do_what_the_whole_does(program: Any) -> None:
         given = {"window": torch.arange(5, 13).view(2, 4), **state, ROWS: torch.arange(2)}
         if cut:
             both = halves(made.executable(), made.one("logits").name)
-            kept = both.begin(**given)
+            kept = both.before(made={}, **given)
             assert kept["for_host"].data_ptr() != kept["logits"].data_ptr()
             torch.testing.assert_close(kept["for_host"], kept["logits"], rtol=0, atol=0)
-            out = both.finish(kept, **given)
+            out = both.after(made=kept, **given)
         else:
             out = made.executable()(**given)
         results.append((out, state))

@@ -16,7 +16,7 @@ from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.execution.workspace import Captured, PausedValues, Shape, Workspace
 from specgraph.runtime.memory.state_rows import staged
 from specgraph.runtime.schedule.prefill import Chunk
-from specgraph.runtime.schedule.prompt_shapes import captured_width, entries, padded_rows
+from specgraph.runtime.schedule.prompt_shapes import entries
 from specgraph.specialise.mode import Mode
 from specgraph.specialise.pause_step import PausedStep
 
@@ -37,9 +37,7 @@ class GraphRunner(Runner):
 
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """Replay a graph of the next larger shape."""
-        count = entries(len(chunk.state_rows), self.space.sizes.rows)
-        width = captured_width(chunk.inputs.shape[1] - 3, count)
-        rows = padded_rows(chunk.num_rows, joint=len(chunk.state_rows) > len(chunk.forced))
+        count, width, rows = chunk.captured_shape(self.space.sizes.rows)
         shape = Shape(self._mode, count, width, rows)
         first, second = self._graphs(shape, GraphRunner._load, pause)
         inputs = padded_inputs(chunk.inputs, count, width)
@@ -89,7 +87,7 @@ class GraphRunner(Runner):
         rows, window = read(self, given)
         if not isinstance(self._step, PausedStep):
             return self._call(rows, window, capacity=shape.capacity)
-        values = self._step.begin(**self._given(rows, window, shape.capacity))
+        values = self._step.before(made={}, **self._given(rows, window, shape.capacity))
         self.space.paused[shape] = PausedValues(rows, window, values)
         return values["for_host"]
 
@@ -97,7 +95,7 @@ class GraphRunner(Runner):
         """The second half of a step, over what its first half has left."""
         assert isinstance(self._step, PausedStep), "only a step that pauses has halves"
         rows, window, values = self.space.paused[shape._replace(half=1)]
-        return self._pack(self._step.finish(values, **self._given(rows, window, shape.capacity)), rows)
+        return self._pack(self._step.after(made=values, **self._given(rows, window, shape.capacity)), rows)
 
     def _load(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         return load_inputs(self.state, inputs)

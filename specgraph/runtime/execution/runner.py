@@ -144,11 +144,11 @@ class Runner:
         given = self._given(rows, window, capacity)
         if not isinstance(self._step, PausedStep):
             return self._pack(self._step(**given), rows)
-        values = self._step.begin(**given)
+        values = self._step.before(made={}, **given)
         if pause is not None:
             pause.prepare()
             pause.apply(values["for_host"], values["logits"], window.shape[1])
-        return self._pack(self._step.finish(values, **given), rows)
+        return self._pack(self._step.after(made=values, **given), rows)
 
     def _pack(self, results: tuple[Tensor, ...], rows: Tensor) -> Tensor:
         """What a step returns with the number of rows of the next one, which is 0 at the end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, num_together
+from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, captured_width, entries, num_together, padded_rows
 
 LAID_OUT = -1
 """The number of rows that a chunk gives for a sequence that decodes: those that its last step has laid out."""
@@ -37,6 +37,12 @@ class Chunk(NamedTuple):
     num_rows: int
     inputs: Tensor
     reached: Sequence[tuple[int, int]] = ()
+
+    def captured_shape(self, num_state_rows: int) -> tuple[int, int, int]:
+        """The sequences, the columns, and the packed rows of the graph that runs it, where a state has so many rows."""
+        count = entries(len(self.state_rows), num_state_rows)
+        joint = len(self.state_rows) > len(self.forced)
+        return count, captured_width(self.inputs.shape[1] - 3, count), padded_rows(self.num_rows, joint=joint)
 
 
 @dataclass
@@ -107,48 +113,25 @@ def prompt_window(
     return Chunk([*rows, *decoding], forced, total, num_rows, torch.from_numpy(inputs), reached)
 
 
-class Prefill:
-    """The prompts that are yet to be run in windows of prompts alone, by the state rows of their sequences.
+def shared_window(
+    prompts: Mapping[int, PendingPrompt], most: int, width: int, batch: int, overhead: int, most_rows: int = MOST_ROWS
+) -> Chunk:
+    """The next window of prompts alone, at least one of which is not at its end.
 
     A prompt with little left to run joins one with much if the padding costs less than a step of its own
-    (:func:`~specgraph.runtime.schedule.prompt_shapes.num_together`).
+    (:func:`~specgraph.runtime.schedule.prompt_shapes.num_together`). A window has at most ``most`` columns: the rest of
+    a prompt, or one row less and the token behind it. (There is one more column if a token behind the rest is given.)
+
+    Args:
+        prompts: by the state rows of their sequences.
+        most: as above.
+        width: the number of rows of a decode step, which no window is narrower than.
+        batch: the number of sequences for which there is room.
+        overhead: what a step costs besides its rows, in rows.
+        most_rows: the most rows of a step of several sequences.
     """
-
-    def __init__(self, width: int, batch: int, overhead: int, most_rows: int = MOST_ROWS, *, within: int = 1) -> None:
-        """``width`` is the number of rows of a decode step, which no window is narrower than; ``batch`` is the number
-        of sequences for which there is room; ``overhead`` is what a step costs besides its rows, in rows; ``most_rows``
-        is the most rows of a step of several sequences; ``within`` is that of every :class:`PendingPrompt`."""
-        self._width, self._batch, self._overhead, self._most_rows = width, batch, overhead, most_rows
-        self._within = within
-        self._prompts: dict[int, PendingPrompt] = {}
-
-    def add(
-        self, state_row: int, prompt: Tensor, done: int = 0, end: int | None = None, boundaries: Sequence[int] = ()
-    ) -> PendingPrompt:
-        """The sequence in ``state_row`` begins with ``prompt``, 1-D int64, of which ``done`` tokens need not be run.
-
-        Neither need those from ``end`` on, of which the first is given as the next token of the row before it.
-        """
-        end = prompt.numel() if end is None else end
-        self._prompts[state_row] = PendingPrompt(prompt, done, end, list(boundaries), self._within)
-        return self._prompts[state_row]
-
-    def pending(self) -> list[int]:
-        """The state rows that still have prompt tokens to run, in the order in which they came."""
-        return list(self._prompts)
-
-    def chunk(self, most: int) -> Chunk:
-        """The next window; call it while sequences are pending.
-
-        It has at most ``most`` columns: the rest of a prompt, or one row less and the token behind it. (There is one
-        more column if a token behind the rest is given.)
-        """
-        widths = {row: prompt.next(most) for row, prompt in self._prompts.items()}
-        waiting = sorted(widths, key=widths.__getitem__, reverse=True)
-        taken = num_together([widths[row] for row in waiting], self._batch, self._overhead, self._most_rows)
-        prompts = [(row, self._prompts[row]) for row in sorted(waiting[:taken])]
-        chunk = prompt_window(
-            [(row, prompt, prompt.up_to_boundary(widths[row])) for row, prompt in prompts], columns=self._width
-        )
-        self._prompts = {row: prompt for row, prompt in self._prompts.items() if prompt.left}
-        return chunk
+    widths = {row: prompt.next(most) for row, prompt in prompts.items() if prompt.left}
+    waiting = sorted(widths, key=widths.__getitem__, reverse=True)
+    taken = num_together([widths[row] for row in waiting], batch, overhead, most_rows)
+    parts = [(row, prompts[row], prompts[row].up_to_boundary(widths[row])) for row in sorted(waiting[:taken])]
+    return prompt_window(parts, columns=width)
