@@ -18,6 +18,7 @@ from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.common.patterns import (
     CASTS,
+    RMS_NORM,
     Mismatch,
     aten,
     before_cast,
@@ -29,8 +30,6 @@ from specgraph.passes.common.patterns import (
     rewrite,
     weight_name,
 )
-
-RMS_NORM = torch.ops.specgraph.rms_norm.default
 
 
 @dataclass(frozen=True)

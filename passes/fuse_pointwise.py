@@ -27,6 +27,7 @@ from specgraph.passes.common.patterns import (
     aten,
     dtype_of,
     erase_unused,
+    grouped,
     insert,
     items,
     keep_meta,
@@ -64,7 +65,7 @@ class FusePointwise(LoweringPass):
             chains = list(_chains(module.graph))
             functions += sum(len(chain.nodes) for chain in chains)
             # From the last to the first: a chain whose end is replaced may be an input of those behind it.
-            for group in reversed(list(_together(chains))):
+            for group in reversed(list(grouped(chains, _fits))):
                 _insert(group)
                 ops += 1
             module.recompile()
@@ -184,27 +185,13 @@ def _copied(value: fx.Node, shape: torch.Size) -> fx.Node | None:
     return source if copied is not None and copied.dim() > 0 else None  # type: ignore[return-value]
 
 
-def _together(chains: list[_Chain]) -> Iterator[list[_Chain]]:
-    """Chains in groups that one op computes: of one shape, and none read before the last is known."""
-    group: list[_Chain] = []
-    for chain in chains:
-        if group and not (_alike(group[0], chain) and _fits([*group, chain])):
-            yield group
-            group = []
-        group.append(chain)
-    if group:
-        yield group
-
-
-def _alike(chain: _Chain, other: _Chain) -> bool:
-    plain = chain.source is None and other.source is None
-    return plain and same_sizes(chain.end.meta["val"].shape, other.end.meta["val"].shape)
-
-
 def _fits(group: list[_Chain]) -> bool:
+    """Whether one op can compute these chains: they have one shape, and none is read before the last is known."""
+    first, last = group[0], group[-1]
     readers = (user for chain in group[:-1] for user in chain.end.users)
-    late = all(group[-1].end < reader for reader in readers)
-    return late and len({value for chain in group for value in chain.inputs}) <= MAX_INPUTS
+    late = last.source is first.source is None and all(last.end < reader for reader in readers)
+    alike = late and same_sizes(first.end.meta["val"].shape, last.end.meta["val"].shape)
+    return alike and len({value for chain in group for value in chain.inputs}) <= MAX_INPUTS
 
 
 def _insert(group: list[_Chain]) -> None:

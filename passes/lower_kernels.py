@@ -34,6 +34,7 @@ from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.common.gate_norms import gate_norms
 from specgraph.passes.common.group_norms import group_norms
 from specgraph.passes.common.patterns import (
+    RMS_NORM,
     aten,
     dispatched,
     dtype_of,
@@ -54,7 +55,6 @@ from specgraph.passes.common.reductions import ONE_LAUNCH, ORDERED, lower_reduct
 CONCAT = torch.ops.specgraph.concat.default
 EMBEDDING = torch.ops.specgraph.embedding.default
 NORM_PARTS = torch.ops.specgraph.norm_parts.default
-RMS_NORM = torch.ops.specgraph.rms_norm.default
 PAIR = torch.ops.specgraph.rms_norm_pair.default
 NUMERICS = ("bitwise", "fast")
 PROMISED = "cuda"

@@ -26,7 +26,7 @@ from specgraph.ir.graphs import get_attribute, set_attribute
 from specgraph.ir.linear import Linear, describe, linears
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
-from specgraph.passes.common.patterns import aten, erase_unused, insert, items, value_of, weight_name
+from specgraph.passes.common.patterns import aten, erase_unused, grouped, insert, items, value_of, weight_name
 
 ELSEWHERE = "a weight is read elsewhere, too"
 """Why linear layers are not merged whose weights other nodes read."""
@@ -110,12 +110,12 @@ def _parts(module: fx.GraphModule, group: list[Linear], placed: set[int]) -> lis
     """
     if not any(id(tensor) in placed for tensor in _tensors(module, group)):
         return [group]
-    parts: list[list[Linear]] = [[]]
-    for linear in group:
-        kinds = zip(*(each.tensors(module) for each in (*parts[-1], linear)), strict=True)
-        parts += [] if all(_adjacent(kind) is not None for kind in kinds) else [[]]
-        parts[-1].append(linear)
-    return [part for part in parts if len(part) > 1]
+
+    def follow(part: list[Linear]) -> bool:
+        kinds = zip(*(linear.tensors(module) for linear in part), strict=True)
+        return all(_adjacent(kind) is not None for kind in kinds)
+
+    return [part for part in grouped(group, follow) if len(part) > 1]
 
 
 def _refusal(module: fx.GraphModule, group: list[Linear], readers: dict[int, list[object]]) -> str | None:

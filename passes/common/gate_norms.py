@@ -15,6 +15,7 @@ from torch import fx
 from specgraph.ir.graphs import calls
 from specgraph.passes.common.patterns import (
     CASTS,
+    RMS_NORM,
     aten,
     before_cast,
     dtype_of,
@@ -25,7 +26,6 @@ from specgraph.passes.common.patterns import (
     value_of,
 )
 
-RMS_NORM = torch.ops.specgraph.rms_norm.default
 GATED = torch.ops.specgraph.gated_rms_norm.default
 _ACTIVATIONS: dict[Any, str] = {aten.silu.default: "silu", aten.sigmoid.default: "sigmoid"}
 _COPIES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default)

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from specgraph.ir.graphs import arguments, calls
-from specgraph.passes.common.patterns import insert, insert_weight, items, keep_meta, value_of
+from specgraph.passes.common.patterns import RMS_NORM, grouped, insert, insert_weight, items, keep_meta, value_of
 
-RMS_NORM = torch.ops.specgraph.rms_norm.default
 RMS_NORMS = torch.ops.specgraph.rms_norms.default
 MAX_NORMS = 16
 """The most norms of one launch. Its kernel has a branch for each."""
@@ -28,23 +26,15 @@ MAX_NORMS = 16
 
 def group_norms(graph: fx.Graph, chosen: Counter[str]) -> None:
     """Join the norms of heads of one graph, and count them in ``chosen``."""
-    for group in list(_groups(graph)):
+    for group in list(grouped(filter(_of_heads, calls(graph, RMS_NORM)), _fits)):
         if len(group) > 1:
             _join(group)
             chosen["rms_norms"] += 1
 
 
-def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The norms of heads in the order of the graph, those that can be computed together in one list."""
-    group: list[fx.Node] = []
-    for node in calls(graph, RMS_NORM):
-        if not _of_heads(node):
-            continue
-        if group and not (len(group) < MAX_NORMS and _alike(group[0], node) and _together([*group, node])):
-            yield group
-            group = []
-        group.append(node)
-    yield group
+def _fits(norms: list[fx.Node]) -> bool:
+    """Whether these norms can be computed together, if all but the last can."""
+    return len(norms) <= MAX_NORMS and _alike(norms[0], norms[-1]) and _together(norms)
 
 
 def _of_heads(norm: fx.Node) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -22,7 +22,9 @@ from specgraph.ir.program import Program
 from specgraph.ir.shapes import LAYOUT
 from specgraph.passes.base import NearMiss, PassResult
 
+T = TypeVar("T")
 aten = torch.ops.aten
+RMS_NORM = torch.ops.specgraph.rms_norm.default
 CASTS = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
 CONVERSIONS = (*CASTS, aten.to.device, aten.to.dtype_layout)
 """Ops that change how elements are stored, and no value beyond the rounding to a dtype."""
@@ -47,6 +49,18 @@ def rewrite(program: Program, target: object, fuse: Callable[[fx.Node], None]) -
                 misses.append(NearMiss(f"{name}.{node.name}", str(reason)))
         module.recompile()
     return PassResult(matches, near_misses=tuple(misses))
+
+
+def grouped(members: Iterable[T], fits: Callable[[list[T]], bool]) -> Iterator[list[T]]:
+    """The members in lists of consecutive ones, each as long as it ``fits``; a list of one always does."""
+    group: list[T] = []
+    for member in members:
+        if group and not fits([*group, member]):
+            yield group
+            group = []
+        group.append(member)
+    if group:
+        yield group
 
 
 def producer(value: Any, *targets: object) -> fx.Node | None:
