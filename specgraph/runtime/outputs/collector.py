@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specgraph.errors import SpecgraphError
-from specgraph.runtime.execution.steps import Output, Step
+from specgraph.runtime.execution.steps import Step
 from specgraph.runtime.outputs.output import GenerateOutput, StreamChunk
 from specgraph.runtime.outputs.stats import Stats
 from specgraph.runtime.outputs.trace import Trace
@@ -45,19 +45,17 @@ class Collector:
         for output in step.outputs:
             self._tokens[output.number] += output.tokens
             self._logprobs[output.number] += output.logprobs
-            self._note_end(output)
+            if output.finish_reason is not None:
+                self._reasons[output.number], self._errors[output.number] = output.finish_reason, output.error
 
     def chunk(self, step: Step) -> StreamChunk:
         """Take note of a step; what it emitted."""
-        self._count(step)
-        tokens: list[list[int]] = [[] for _ in self._reasons]
-        logprobs: list[list[float]] = [[] for _ in self._reasons]
-        for output in step.outputs:
-            tokens[output.number], logprobs[output.number] = [*output.tokens], [*output.logprobs]
-            self._note_end(output)
-        reasons = [*self._reasons]
-        finished, given = [reason is not None for reason in reasons], logprobs if self._with_logprobs else None
-        return StreamChunk(tokens, finished, given, reasons, step.prompt_tokens)
+        begins = [*map(len, self._tokens)]
+        self.add(step)
+        tokens = [own[begin:] for own, begin in zip(self._tokens, begins, strict=True)]
+        logprobs = [own[begin:] for own, begin in zip(self._logprobs, begins, strict=True)]
+        finished, given = [reason is not None for reason in self._reasons], logprobs if self._with_logprobs else None
+        return StreamChunk(tokens, finished, given, [*self._reasons], step.prompt_tokens)
 
     def output(self) -> GenerateOutput:
         """All of it."""
@@ -76,10 +74,6 @@ class Collector:
     def first_error(self) -> SpecgraphError | None:
         """Why the first of the sequences that failed did so; None if none has failed."""
         return next((error for error in self._errors if error is not None), None)
-
-    def _note_end(self, output: Output) -> None:
-        if output.finish_reason is not None:
-            self._reasons[output.number], self._errors[output.number] = output.finish_reason, output.error
 
     def _count(self, step: Step) -> None:
         if self.trace is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,11 +31,7 @@ class Survival:
 
     def expected(self, count: int) -> float:
         """How many of the first ``count`` drafts are accepted, on average."""
-        total, least = 0.0, 1.0
-        for rate in self.rates[:count]:
-            least = min(least, rate)
-            total += least
-        return total
+        return sum(itertools.accumulate(self.rates[:count], min))
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -56,13 +57,11 @@ class StepCosts:
         if not known:
             return None
         numbers = sorted(known)
-        seconds = [max(known[m] for m in numbers if m <= n) for n in numbers]  # more rows never cost less
-        at = bisect.bisect_left(numbers, rows)
+        seconds = [*itertools.accumulate(map(known.__getitem__, numbers), max)]  # more rows never cost less
+        at = bisect.bisect_right(numbers, rows)
         if at == len(numbers):
             return seconds[-1]
-        if at == 0 and numbers[0] != rows:
+        if at == 0:
             return seconds[0] * rows / numbers[0]
-        if numbers[at] == rows:
-            return seconds[at]
         share = (rows - numbers[at - 1]) / (numbers[at] - numbers[at - 1])
         return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
