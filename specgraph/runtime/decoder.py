@@ -41,7 +41,7 @@ from specgraph.runtime.requests.stopping import Criterion
 from specgraph.runtime.requests.text import Tokenizers, check_text_options, encode_texts
 from specgraph.runtime.requests.values import PerSequence, read_bound, read_flag, refuse_others
 from specgraph.runtime.scoring import ScoreOutput, Scoring, read_scoring
-from specgraph.runtime.session import Session, SessionOptions
+from specgraph.runtime.session import Session
 from specgraph.specialise.mode import Mode
 from specgraph.specialise.step_cache import Stages, StepCache
 
@@ -250,11 +250,14 @@ class SpeculativeDecoder:
         logprobs = read_logprobs(return_logprobs)
         texts = bool(read_flag("return_text", return_text))
         own = self._reader.tokenizers.get(tokenizer) if texts or tokenizer is not None else None
-        giving = SessionOptions(logprobs != "none", texts, own, read_bound("max_waiting", max_waiting))
+        most = read_bound("max_waiting", max_waiting)
         stack = contextlib.ExitStack()
         sizes = self._engines.session_sizes(self.max_length, len(self._reader.read_defaults().eos_ids))
         engine = stack.enter_context(self._engines.engine(sizes, Mode(logprobs), fair=True))
-        return Session(engine, self._reader, self._engines.step, stack.close, giving)
+        return Session(
+            engine, self._reader, self._engines.step, stack.close, logprobs=logprobs != "none", texts=texts,
+            tokenizer=own, max_waiting=most,
+        )  # fmt: skip
 
     def score(
         self, sequences: Any, attention_mask: Any = None, *, start: PerSequence = None, logprobs: str = "raw",

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,23 +25,6 @@ _SLOW = STRUCTURE | {"stop_strings"}
 """Arguments of which the reading can take a second: a grammar is compiled, or a vocabulary read."""
 _PATIENCE = 0.1
 """Seconds after which a thread that waits for sequences looks whether anybody still waits for it."""
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """What a session gives, and to how many.
-
-    Attributes:
-        logprobs: whether events have log-probabilities.
-        texts: whether they have texts.
-        tokenizer: what makes texts, and reads stop strings; None if a sequence with any has to bring one.
-        max_waiting: the most sequences that wait for a row; None is any number.
-    """
-
-    logprobs: bool = False
-    texts: bool = False
-    tokenizer: Any = None
-    max_waiting: int | None = None
 
 
 class Session(contextlib.AbstractContextManager["Session"]):
@@ -66,11 +48,17 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
     def __init__(
         self, engine: Engine, reader: RequestParser, step: Callable[[Engine], Step | None],
-        release: Callable[[], None], giving: SessionOptions,
+        release: Callable[[], None], *, logprobs: bool, texts: bool, tokenizer: Any, max_waiting: int | None,
     ) -> None:  # fmt: skip
+        """``logprobs`` and ``texts`` say whether events have them.
+
+        ``tokenizer`` is what makes texts, and reads stop strings; None if a sequence with any has to bring one.
+        ``max_waiting`` is the most sequences that wait for a row; None is any number.
+        """
         self.stats = SessionStats()
         self._engine, self._reader, self._run, self._release = engine, reader, step, release
-        self._giving, self._stopping = giving, Stopping(engine)
+        self._with_logprobs, self._with_texts = logprobs, texts
+        self._tokenizer, self._max_waiting, self._stopping = tokenizer, max_waiting, Stopping(engine)
         self._texts: dict[int, IncrementalDetokenizer] = {}
         self._followers = Followers(self.__aiter__, self.cancel)
         self._numbers = 0
@@ -222,7 +210,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """Check what :meth:`submit` was given, and prepare what follows the sequence. May run in any thread."""
         self._check_open()
         if options.get("tokenizer") is None:
-            options["tokenizer"] = self._giving.tokenizer
+            options["tokenizer"] = self._tokenizer
         return self._reader.one(prompt, options)
 
     def _add(self, call: GenerateCall) -> int:
@@ -233,10 +221,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
         # What its events need is there before the first of them can be.
         (request,) = call.requests
         self._stopping.add(number, request, call.criteria)
-        if self._giving.texts:
-            self._texts[number] = IncrementalDetokenizer(self._giving.tokenizer, call.stop_strings)
+        if self._with_texts:
+            self._texts[number] = IncrementalDetokenizer(self._tokenizer, call.stop_strings)
         try:
-            self._engine.submit(number, request, self._giving.max_waiting)
+            self._engine.submit(number, request, self._max_waiting)
         except SpecgraphError:
             self._stopping.drop(number)
             self._texts.pop(number, None)
@@ -245,7 +233,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return number
 
     def _event(self, output: Output) -> Event:
-        logprobs = [*output.logprobs] if self._giving.logprobs else None
+        logprobs = [*output.logprobs] if self._with_logprobs else None
         text = self._text(output)
         return Event(output.number, [*output.tokens], logprobs, output.finish_reason, output.error, text)
 
