@@ -1,4 +1,4 @@
-"""Runs the traced modules through ``torch.compile``, which compiles everything between our own ops.
+"""Lets Inductor compile the traced modules, which is everything between our own ops.
 
 The pass changes no graph, so dumps show the same nodes as before. Only the way in which the modules are executed
 changes.

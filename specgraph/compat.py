@@ -42,9 +42,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 # torch.fx replaces methods of ``torch.nn.Module`` for all threads. We limit that to the thread that exports.
 from torch.fx._symbolic_trace import _Patcher as Patcher
 
-# The setting that two symbolic sizes which are equal by chance stay two.
-from torch.fx.experimental import _config as symbolic_shapes_config
-
 # The name under which the source of a dump can call a function.
 from torch.fx.node import _get_qualified_name as qualified_name
 
@@ -55,11 +52,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    # The setting that switches off the cache of fake tensors, which costs a quarter of an export and is seldom hit.
+    # The settings that switch off compilation, and the cache of fake tensors, which costs a quarter of an export and is
+    # seldom hit.
     from torch._dynamo import config as dynamo_config
 
     # An export must not run while Dynamo compiles in another thread.
     from torch._dynamo.convert_frame import compile_lock
+
+    # Where a symbolic size comes from, which a condition on it has to name.
+    from torch._dynamo.source import ConstantSource
+
+    # What Inductor asks for the mode of its inputs.
+    from torch._guards import TracingContext, tracing
 
     # Compiles C++ while something else runs.
     from torch._inductor.async_compile import AsyncCompile
@@ -70,8 +74,11 @@ if TYPE_CHECKING:
     # Makes the caches of Inductor depend on the sources of our ops.
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+    # The ATen calls of a function as a graph. The public ``make_fx`` of torch.fx.experimental is this one.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     # Symbolic sizes, and whether a condition on them holds for certain.
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 
     # Collects hidden states in another way while it takes the process to be compiling.
     from transformers.utils import output_capturing
@@ -81,6 +88,11 @@ foreach_copy = torch._foreach_copy_
 
 _LATE = {
     "AsyncCompile": "torch._inductor.async_compile",
+    "ConstantSource": "torch._dynamo.source",
+    "DimDynamic": "torch.fx.experimental.symbolic_shapes",
+    "TracingContext": "torch._guards",
+    "make_fx": "torch.fx.experimental.proxy_tensor",
+    "tracing": "torch._guards",
     "CustomGraphPass": "torch._inductor.custom_graph_pass",
     "ShapeEnv": "torch.fx.experimental.symbolic_shapes",
     "compile_fx": "torch._inductor.compile_fx",

@@ -111,7 +111,7 @@ def _product(rows: int, inputs: int) -> Callable[[Tensor, Tensor], Tensor] | Non
 
 
 def _is_among(rows: int, numbers: range) -> bool:
-    """``in``, which Dynamo does not know of symbolic numbers."""
+    """``in``, which would compare a symbolic number with each of them."""
     return numbers[0] <= rows <= numbers[-1]
 
 

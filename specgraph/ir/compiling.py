@@ -1,4 +1,4 @@
-"""How modules go through ``torch.compile``."""
+"""How modules are compiled by Inductor."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, fx, nn
+from torch import SymInt, Tensor, fx, nn
 
 from specgraph import kernels
-from specgraph.compat import CustomGraphPass, LazyGraphModule, get_hash_for_files, symbolic_shapes_config
+from specgraph.compat import CustomGraphPass, FakeTensorMode, get_hash_for_files
+from specgraph.ir.exporting import exporting, replaced_here
 from specgraph.ir.regions import cut_at_layers
+
+if TYPE_CHECKING:
+    from specgraph.compat import ShapeEnv
 
 MAX_LAYOUTS = 256
 """The most layouts of inputs that a module remembers. Sizes of a cache change with the requests."""
@@ -73,13 +76,12 @@ def start_compiler() -> None:
     threading.Thread(target=compile_small_kernel, name="specgraph-start-compiler", daemon=True).start()
 
 
-def compile_module(module: nn.Module) -> nn.Module:
+def compile_module(module: fx.GraphModule) -> nn.Module:
     """``module`` compiled by Inductor, for sizes that may change, when it is first called.
 
     Layers that are alike are compiled once (:mod:`specgraph.ir.regions`), for all decoders of the process.
     """
-    cut = cut_at_layers(module, _compile_region) if isinstance(module, fx.GraphModule) else module
-    return Compiled(module) if cut is module else cut
+    return cut_at_layers(module, _compile_region)
 
 
 _regions: WeakValueDictionary[Hashable, nn.Module] = WeakValueDictionary()
@@ -95,129 +97,150 @@ def _compile_region(key: Hashable, region: fx.GraphModule, num_weights: int) -> 
 
 
 class Compiled(nn.Module):
-    """A module that runs through ``torch.compile``.
+    """A graph of ATen nodes whose inputs are tensors, compiled by Inductor.
 
-    Dynamo checks every input of every call, which costs as much as the work of a small layer. A call whose inputs have
-    the layout of an earlier call therefore goes straight to the function that Inductor made for that one. Weights are
-    not checked then: :class:`~specgraph.runtime.model_guard.ModelGuard` has done so for the model, and no pass changes
-    a module that runs.
+    Inductor gets the graph itself, with symbols in the places of the sizes that may change. So nothing is needed of
+    ``torch.compile``, which would read the graph's Python and take most of the time for that. Code that was made for
+    one call is right for others, too, unless a condition on their sizes does not hold. Where gradients are computed,
+    the graph runs as it is.
     """
 
-    _is_impure = True  # it may write a cache, as the module does, so dead-code elimination keeps its calls
+    _is_impure = True  # it may write a cache, as the graph does, so dead-code elimination keeps its calls
 
-    def __init__(self, module: nn.Module, num_weights: int = 0) -> None:
-        """The last ``num_weights`` inputs of every call are weights."""
+    def __init__(self, graph: fx.GraphModule, num_weights: int = 0) -> None:
+        """The last ``num_weights`` inputs of every call are weights, whose sizes do not change."""
         super().__init__()
-        if isinstance(module, fx.GraphModule):
-            LazyGraphModule.force_recompile(module)  # Dynamo cannot trace a forward that generates its own code
-        self._num_weights = num_weights
-        options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-        self._checked = torch.compile(module, backend=_inductor, dynamic=True, options=options)
-        self._direct: dict[Hashable, _DirectCall] = {}
+        self._graph, self._num_weights = graph, num_weights
+        given = graph.graph.find_nodes(op="placeholder")
+        self._fixed = [_fixed(node) for node in given[: len(given) - num_weights]]
+        self._codes: dict[tuple[_Form, ...], list[_Code]] = {}
+        self._by_layout: dict[Hashable, tuple[_Code, list[int]]] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module. Inputs are tensors, tuples of tensors and plain values.
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Call the graph. It stands in the place of torch's own ``__call__``, which looks for hooks.
 
-        It stands in the place of torch's own ``__call__``, which looks for hooks.
+        Weights are not looked at: :class:`~specgraph.runtime.model_guard.ModelGuard` has done so for the model, and no
+        pass changes a module that runs.
         """
-        inputs: list[Any] = []
-        for value in (*args, *kwargs.values()):
-            inputs.extend(value) if isinstance(value, tuple) else inputs.append(value)
-        layouts = map(_layout, inputs[: len(inputs) - self._num_weights])
-        key = (*kwargs, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *layouts)
-        direct = self._direct.get(key)
-        if direct is not None:
-            return direct(inputs)
-        # Two sizes that are equal by chance, such as those of a batch and of a cache, stay two sizes.
-        sizes: Any = symbolic_shapes_config
-        with _CHECKED, sizes.patch(use_duck_shape=False), _noting() as noted:
-            results = self._checked(*args, **kwargs)
-        direct = _direct_call(inputs, noted, results)
-        if direct is not None:
-            if len(self._direct) >= MAX_LAYOUTS:
-                self._direct.clear()
-            self._direct[key] = direct
-        return results
+        if torch.is_grad_enabled():
+            return self._graph(*inputs)
+        layouts = tuple([(v.shape, v.stride(), v.dtype) for v in inputs[: len(inputs) - self._num_weights]])
+        found = self._by_layout.get(layouts)
+        if found is None:
+            from specgraph.compat import dynamo_config  # takes a second
+
+            if dynamo_config.disable:
+                return self._graph(*inputs)
+            found = self._find(inputs)
+            if len(self._by_layout) >= MAX_LAYOUTS:
+                self._by_layout.clear()
+            self._by_layout[layouts] = found
+        code, sizes = found
+        return code.function(*sizes, *inputs)
+
+    def _find(self, inputs: Sequence[Tensor]) -> tuple[_Code, list[int]]:
+        """Code that is right for these inputs, and the sizes that it takes in front of them."""
+        forms = tuple(map(_form, inputs, self._fixed))
+        sizes = [size for form, value in zip(forms, inputs, strict=False) for size in form.changing(value)]
+        with exporting():  # one thread at a time
+            codes = self._codes.setdefault(forms, [])
+            code = next((known for known in codes if known.holds(sizes)), None)
+            if code is None:
+                codes.append(code := _Code(self._graph, forms, sizes, inputs))
+        return code, sizes
 
 
-class _Noted(NamedTuple):
-    """A call of a function that Inductor has made."""
-
-    function: Callable[..., Sequence[Any]]
-    arguments: tuple[Any, ...]
-    results: Sequence[Any]
-
-
-@dataclass(frozen=True)
-class _DirectCall:
-    """The work of Dynamo around a compiled function, for inputs of one layout.
+class _Form(NamedTuple):
+    """What inputs have in common that Inductor takes for the same: all but sizes that may change.
 
     Attributes:
-        function: takes ``arguments`` and returns a sequence.
-        arguments: each is the index of an input and None, or -1 and a value that is always the same.
-        results: indices into what the function returns and the inputs behind that; a single one if the module returns
-            no tuple.
+        sizes: of every dimension; None is a size that may change, of 2 or more.
+        order: the dimensions from the smallest stride to the largest, without those of size 1.
+        strides: of these, ``dense`` if it follows from the dimension before, 0 or 1, or None, which may change.
     """
 
-    function: Callable[..., Sequence[Any]]
-    arguments: tuple[tuple[int, Any], ...]
-    results: int | tuple[int, ...]
+    dtype: torch.dtype
+    sizes: tuple[int | None, ...]
+    order: tuple[int, ...]
+    strides: tuple[int | str | None, ...]
 
-    def __call__(self, inputs: Sequence[Any]) -> Any:
-        found = self.function(*[value if index < 0 else inputs[index] for index, value in self.arguments])
-        if isinstance(self.results, int):
-            return found[self.results]
-        return tuple([found[index] if index < len(found) else inputs[index - len(found)] for index in self.results])
+    def changing(self, value: Tensor) -> list[int]:
+        """The sizes and the strides of an input that may change."""
+        strides = [value.stride(place) for place in self.order]
+        return [own for own, form in zip((*value.shape, *strides), (*self.sizes, *self.strides), strict=True)
+                if form is None]  # fmt: skip
 
-
-def _direct_call(inputs: Sequence[Any], noted: Sequence[_Noted], results: Any) -> _DirectCall | None:
-    """The direct call that does what this one did; None if that is not to be told."""
-    if len(noted) != 1:
-        return None  # nothing is compiled, or Dynamo has cut the module
-    (call,) = noted
-    places = {id(value): index for index, value in enumerate(inputs) if isinstance(value, Tensor)}
-    if len(places) < sum(isinstance(value, Tensor) for value in inputs):
-        return None  # one tensor is two inputs, and the next time they may be two
-    arguments = tuple((place, None) if (place := places.get(id(a), -1)) >= 0 else (-1, a) for a in call.arguments)
-    known = {id(value): index for index, value in reversed([*enumerate([*call.results, *inputs])])}
-    returned = results if isinstance(results, tuple) else (results,)
-    if any(not isinstance(value, Tensor) or id(value) not in known for value in returned):
-        return None
-    found = tuple(known[id(value)] for value in returned)
-    return _DirectCall(call.function, arguments, found if isinstance(results, tuple) else found[0])
+    def fake(self, device: torch.device, symbols: Iterator[SymInt]) -> Tensor:
+        """A tensor without memory that has this form, inside of a mode for such tensors."""
+        shape: list[Any] = [next(symbols) if size is None else size for size in self.sizes]
+        strides: list[Any] = [1] * len(shape)
+        dense: Any = 1
+        for place, form in zip(self.order, self.strides, strict=True):
+            strides[place] = dense if form == "dense" else next(symbols) if form is None else form
+            dense = strides[place] * (shape[place] if self.sizes[place] != 0 else 1)
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
 
 
-def _layout(value: Any) -> Hashable:
-    """The properties of an input on which compiled code may rely."""
-    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+def _form(value: Tensor, fixed: Sequence[bool] | None) -> _Form:
+    shape, stride = value.shape, value.stride()
+    order = sorted((place for place, size in enumerate(shape) if size != 1), key=lambda at: (stride[at], shape[at]))
+    dense, strides = 1, list[int | str | None]()
+    for place in order:
+        known = stride[place] if stride[place] < 2 else None
+        strides.append("dense" if stride[place] == dense else known)
+        dense = stride[place] * max(shape[place], 1)
+    places = zip(shape, fixed or [False] * len(shape), strict=True)
+    sizes = tuple(size if is_fixed or size < 2 else None for size, is_fixed in places)
+    return _Form(value.dtype, sizes, tuple(order), tuple(strides))
 
 
-_CHECKED = threading.Lock()
-"""Held in calls that go through Dynamo, which change one of its settings while they last. In torch 2.13 settings
-are those of a thread; where they are not, two such calls side by side would not put it back."""
-_notes = threading.local()
+def _fixed(node: fx.Node) -> list[bool] | None:
+    """Which sizes of an input are numbers in its graph; None if the graph does not say, since a pass made the input."""
+    known = node.meta["val"]
+    return None if known is None else [isinstance(size, int) for size in known.shape]
 
 
-@contextlib.contextmanager
-def _noting() -> Iterator[list[_Noted]]:
-    """The calls of compiled functions that this thread makes meanwhile."""
-    before, _notes.calls = getattr(_notes, "calls", None), []
-    try:
-        yield _notes.calls
-    finally:
-        _notes.calls = before
+class _Code:
+    """What Inductor made of a graph for inputs of some forms.
+
+    Attributes:
+        function: takes the sizes that may change, and then the inputs of the graph.
+    """
+
+    function: Callable[..., Any]
+
+    def __init__(
+        self, graph: fx.GraphModule, forms: Sequence[_Form], sizes: Sequence[int], inputs: Sequence[Tensor]
+    ) -> None:
+        from specgraph.compat import ShapeEnv, TracingContext, compile_fx, make_fx, tracing  # takes a second
+
+        self._env = ShapeEnv(duck_shape=False)  # two sizes that are equal by chance, as of batch and cache, stay two
+        symbols = [_symbol(self._env, number, size) for number, size in enumerate(sizes)]
+        left, mode = iter(symbols), FakeTensorMode(shape_env=self._env)
+        with torch.inference_mode(False), torch.no_grad():
+            with mode:
+                values = [form.fake(value.device, left) for form, value in zip(forms, inputs, strict=False)]
+                weights = [
+                    torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                    for value in inputs[len(values) :]
+                ]
+            fakes: list[Any] = [*symbols, *values, *weights]
+            with replaced_here(torch.compiler, "is_compiling", lambda: True):
+                traced = make_fx(lambda *given: graph(*given[len(symbols) :]))(*fakes)
+            with tracing(TracingContext(mode)):
+                made: Any = compile_fx(traced, fakes, config_patches={"post_grad_custom_pre_pass": _OurOps()})
+        self.function = made
+        self._condition = self._env.produce_guards_expression(symbols, ignore_static=False)
+
+    def holds(self, sizes: Sequence[int]) -> bool:
+        """Whether the code is right for other sizes."""
+        return self._condition is None or bool(self._env.evaluate_guards_expression(self._condition, sizes))
 
 
-def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:
-    """Inductor as a backend of Dynamo, whose functions note their calls."""
-    from specgraph.compat import compile_fx  # takes a second
+def _symbol(env: ShapeEnv, number: int, size: int) -> SymInt:
+    """A symbol for a size that may change."""
+    from specgraph.compat import ConstantSource, DimDynamic
 
-    function: Any = compile_fx(graph, inputs, config_patches={"post_grad_custom_pre_pass": _OurOps()})
-
-    def noting(*arguments: Any) -> Sequence[Any]:
-        results: Sequence[Any] = function(*arguments)
-        if getattr(_notes, "calls", None) is not None:
-            _notes.calls.append(_Noted(function, arguments, results))
-        return results
-
-    return noting
+    source = ConstantSource(f"size_{number}")
+    symbol = env.create_symbol(size, source, DimDynamic.DYNAMIC)
+    return cast(SymInt, env.create_symintnode(symbol, hint=size, source=source))

@@ -58,7 +58,7 @@ class Program:
     undone: Mapping[str, str] = field(default_factory=dict)
     """The facts that held once, and the pass that has invalidated each."""
     compiled: frozenset[str] = frozenset()
-    """The modules that run through ``torch.compile``."""
+    """The modules that Inductor compiles."""
     captured: bool = False
     """Whether the step runs as a CUDA graph."""
 
@@ -79,7 +79,7 @@ class Program:
         return itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self.modules.unchanged.values())
 
     def compile_modules(self, known: Mapping[str, torch.nn.Module] | None = None) -> dict[str, torch.nn.Module]:
-        """The modules of :attr:`compiled` after ``torch.compile``, by name; those that are ``known`` stay as they are.
+        """The modules of :attr:`compiled` by name, compiled by Inductor; those that are ``known`` stay as they are.
 
         On a CPU, a prompt runs through the modules as they are. Its many rows hardly gain from compiled code, which
         would have to be made for them as well.
@@ -94,7 +94,7 @@ class Program:
         return {**known, **{name: CompiledFor(most, plain[name], own) for name, own in compiled.items()}}
 
     def executable(self, compiled: Mapping[str, torch.nn.Module] | None = None) -> fx.GraphModule:
-        """The step as it runs: like :meth:`step`, but the modules of :attr:`compiled` go through ``torch.compile``.
+        """The step as it runs: like :meth:`step`, but Inductor compiles the modules of :attr:`compiled`.
 
         ``compiled`` is an earlier result of :meth:`compile_modules` for the same modules, which is then used again.
         """

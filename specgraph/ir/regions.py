@@ -46,12 +46,16 @@ def cut_at_layers(module: fx.GraphModule, make: Make) -> fx.GraphModule:
     """``module`` with a call of a :class:`Region` for every layer, for what is in front of them and for what is behind.
 
     ``make`` is called once for each key of this module. Equal keys mean equal graphs, also if they come from different
-    modules. If no two layers are alike, the result is ``module`` itself.
+    modules. If no two layers are alike, the whole module is one region. One that computes nothing is returned as it is.
     """
     parts = _parts(module)
+    if not parts:
+        return module
     described = [_describe(module, part, f"region_{index}") for index, part in enumerate(parts)]
     if len({key for key, _ in described}) == len(parts):
-        return module
+        inside = {node for part in parts for node in part.nodes}
+        parts = [_part([node for node in module.graph.nodes if node in inside])]
+        described = [_describe(module, parts[0], "region_0")]
     shared: dict[Hashable, nn.Module] = {}
     root, graph = nn.Module(), fx.Graph()
     own: dict[fx.Node, fx.Node] = {}
@@ -135,6 +139,7 @@ def _describe(module: fx.GraphModule, part: _Part, name: str) -> tuple[Hashable,
     own: dict[fx.Node, fx.Node] = {}
     for node in part.values:
         own[node] = graph.placeholder(f"value_{len(own)}")
+        own[node].meta["val"] = node.meta.get("val")
         key.append(_kind(node.meta.get("val")))
     for node in part.weights:
         own[node] = graph.placeholder(f"weight_{len(own)}")
@@ -161,5 +166,5 @@ def _kind(value: Any) -> Hashable:
     if not isinstance(value, Tensor):
         return type(value).__name__
     if any(isinstance(size, SymInt) for size in value.shape):
-        return value.dtype, value.device, value.dim()
+        return value.dtype, value.device, tuple(size if isinstance(size, int) else None for size in value.shape)
     return type(value), value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad

@@ -2,20 +2,25 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 from specgraph.frontend.tracing import trace
 from specgraph.ir import compiling
-from specgraph.ir.compiling import Compiled, compile_module
-from specgraph.ir.graphs import new_module
+from specgraph.ir.compiling import compile_module
+from specgraph.ir.graphs import constant, new_module
 from specgraph.ir.regions import Region, cut_at_layers
+from specgraph.kernels.linear import few_rows
+from specgraph.kernels.linear.few_rows import few_rows_linear
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts
+
+fx.wrap("few_rows_linear")
 
 TOKENS = torch.tensor([[5, 9, 3, 7], [2, 8, 8, 1]])
 POSITIONS = torch.arange(4).expand(2, 4).contiguous()
@@ -65,9 +70,18 @@ def test_layers_that_differ_in_a_constant_share_none() -> None:
     assert shared(found) == [0, 1, 2, 2, 3]
 
 
-def test_a_module_without_layers_that_are_alike_stays_as_it_is() -> None:
+def test_a_module_without_layers_that_are_alike_is_one_region() -> None:
     traced = trace(make_model("llama", dtype=torch.float64, num_hidden_layers=1))
-    assert cut(traced.body)[0] is traced.body and cut(traced.head)[0] is traced.head
+    body, head = cut(traced.body)[0], cut(traced.head)[0]
+    assert shared(body) == shared(head) == [0]
+    hidden = body(TOKENS, POSITIONS)
+    assert torch.equal(hidden, traced.body(TOKENS, POSITIONS))
+    assert torch.equal(head(hidden), traced.head(hidden))
+
+
+def test_a_module_that_computes_nothing_stays_as_it_is() -> None:
+    module = constant(torch.ones(3), "constant")
+    assert cut(module)[0] is module
 
 
 def test_a_layer_whose_weights_are_other_tensors_of_other_shapes_is_another_one() -> None:
@@ -99,22 +113,35 @@ def test_weights_of_one_layer_that_are_one_tensor_stay_one() -> None:
 def fresh(torch_compile: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of earlier tests is compiled."""
     monkeypatch.setattr(compiling, "_regions", type(compiling._regions)())
-    torch._dynamo.reset()
     counters.clear()
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The codes that Inductor has made, and the graphs of which it made them."""
+    found: list[object] = []
+
+    class Counted(compiling._Code):
+        def __init__(self, graph: fx.GraphModule, *given: Any) -> None:
+            found.append(graph)
+            super().__init__(graph, *given)
+
+    monkeypatch.setattr(compiling, "_Code", Counted)
+    return found
+
+
 @pytest.mark.usefixtures("fresh")
-def test_layers_and_decoders_that_are_alike_are_compiled_once() -> None:
+def test_layers_and_decoders_that_are_alike_are_compiled_once(made: list[object]) -> None:
     model, prompts = make_model("llama", num_hidden_layers=6), ragged_prompts((3, 9))
     first = compiled(model, k=2, lowering={"name": "inductor"})
     wanted = compiled(model, k=2, lowering={"name": "eager"}).generate(prompts, max_new_tokens=12).new_tokens
     assert all(map(torch.equal, first.generate(prompts, max_new_tokens=12).new_tokens, wanted))
     # What is in front of the layers, a layer, what is behind them, and the head.
-    assert counters["stats"]["unique_graphs"] <= 2 * 4  # a batch of one sequence is another size
-    before = counters["stats"]["unique_graphs"]
+    assert len({*map(id, made)}) == 4 and len(made) <= 2 * 4  # a batch of one sequence is another size
+    before = len(made)
     second = compiled(model, "none", lowering={"name": "inductor"}, draft=None)
     assert all(map(torch.equal, second.generate(prompts, max_new_tokens=12).new_tokens, wanted))
-    assert counters["stats"]["unique_graphs"] - before <= 4  # steps of one row
+    assert len({*map(id, made)}) == 4 and len(made) - before <= 4  # steps of one row
 
 
 class Scaled(nn.Module):
@@ -122,33 +149,66 @@ class Scaled(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([2.0, 3.0, 4.0]))
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return x * self.scale + y, x
 
 
 @pytest.mark.usefixtures("fresh")
-def test_calls_of_a_known_layout_go_past_dynamo() -> None:
+def test_code_is_right_for_other_sizes(made: list[object]) -> None:
     module = Scaled()
-    made = compile_module(module)
-    assert isinstance(made, Compiled)
-    checked: list[int] = []
-    made._checked.register_forward_pre_hook(lambda _, given: checked.append(len(given)))
-    with torch.no_grad():
-        for x, y in [(torch.randn(2, 3), torch.randn(2, 3)) for _ in range(3)] + [(torch.randn(5, 3), torch.ones(3))]:
-            result, same = made(x, y)
-            assert torch.allclose(result, x * module.scale + y) and same is x
-        assert len(checked) == 2  # one for each layout
-        module.scale.data = torch.tensor([1.0, 0.0, -1.0])
-        assert torch.allclose(made(x, y)[0], x * module.scale + y)
-        made(x.t().contiguous().t(), y)
-        assert len(checked) == 3  # other strides are another layout
-        made._direct.clear()
-        for _ in range(2):
-            assert torch.allclose(made(x, x)[0], x * module.scale + x)
-        assert len(checked) == 5 and not made._direct  # one tensor twice might be two the next time
+    compiled_module = compile_module(fx.symbolic_trace(module))
+
+    def check(x: Tensor, y: Tensor, codes: int) -> None:
+        with torch.no_grad():
+            result, same = compiled_module(x, y)
+            assert torch.allclose(result, x * module.scale + y) and same is x and len(made) == codes
+
+    for rows in (2, 2, 5, 3, 2):
+        check(torch.randn(rows, 3), torch.randn(rows, 3), 1)
+    check(torch.randn(5, 3), torch.ones(3), 2)  # another number of dimensions
+    check(torch.randn(1, 3), torch.randn(1, 3), 3)
+    check(torch.randn(3, 4).t(), torch.ones(3), 4)  # dimensions in another order
+    check(torch.randn(3, 7).t(), torch.ones(3), 4)
+    check(torch.randn(5, 9)[:, 3:6], torch.ones(3), 5)  # a stride that no size explains
+    check(torch.randn(4, 8)[:, :3], torch.ones(3), 5)
+    x = torch.randn(2, 3)
+    check(x, x, 5)  # one tensor twice, which is two again the next time
+    check(x, torch.randn(2, 3), 5)
+    module.scale.data = torch.tensor([1.0, 0.0, -1.0])
+    check(x, x, 5)
     with torch.enable_grad():
-        made(x, y)
-    assert len(checked) == 6
+        result, _ = compiled_module(x, x)
+    assert result.requires_grad and len(made) == 5
+
+
+class FewRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return few_rows_linear(x, self.weight)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_code_that_was_made_for_a_condition_is_not_used_where_it_fails(
+    made: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``few_rows_linear`` asks how many rows there are. Code that is found in a cache knows the condition as well."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(few_rows, "MKL_IS_FAST", False)
+    module = FewRows()
+    for hits in (0, 2):
+        counters.clear()
+        made.clear()
+        compiled_module = compile_module(fx.symbolic_trace(module))
+        with torch.no_grad():
+            for rows, codes in ((2, 1), (8, 1), (9, 2), (30, 2), (3, 2)):  # 16 rows are few
+                x = torch.randn(2, rows, 4)
+                assert torch.allclose(compiled_module(x), x @ module.weight.t(), atol=1e-5)
+                assert len(made) == codes
+        assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] >= hits
+        compiling._regions.clear()
 
 
 @pytest.mark.usefixtures("fresh")

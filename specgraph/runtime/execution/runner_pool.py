@@ -63,7 +63,7 @@ class RunnerPool:
         if self.program.captured:
             return GraphRunner(self._workspace(sizes))
         sizes = limited(self.program, self._cache, sizes, self.max_batch_size)
-        # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
+        # A size of 1 has code of its own, which would be compiled for the last sequence of a batch.
         least = 2 if self.program.compiled and sizes.rows > 1 else 1
         return Runner(StateMemory(self.program, sizes, self._pages(sizes)), least)
 
