@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from benchmarks.tiny_models.config import OptimConfig
 from specgraph.progress import Note, Progress
 from specgraph.training.data import Batch
-from specgraph.training.updates import Updates
+from specgraph.training.updates import Updates, autocast_on, lr_factor
 
 Loss = Callable[[Batch], Tensor]
 """A function from a batch to the loss of every predicted token, float32 ``[B, S - 1]``, without weights."""
@@ -79,17 +79,17 @@ def optimise(
     batches: Iterator[Batch],
     heldout: Sequence[Batch],
     cfg: OptimConfig,
-    accelerator: Any,
+    device: torch.device,
 ) -> StageReport:
     """Train ``model`` in place on ``cfg.steps`` batches, and give it the weights that had the best held-out loss.
 
-    The weights stay float32, and losses are computed under the accelerator's autocast.
+    The weights stay float32, and losses are computed under autocast on a GPU.
     """
-    start, updates = time.monotonic(), Updates(model, cfg, accelerator)
-    watch = _Watch(model, loss, heldout, accelerator, cfg)
+    start, updates = time.monotonic(), Updates(model.to(device), cfg)
+    watch = _Watch(model, loss, heldout, device, cfg)
     with Progress(label, cfg.steps, True, keep=True) as progress:
         for step, batch in enumerate(itertools.islice(batches, cfg.steps), 1):
-            watch.losses.append(updates.update(_mean_loss(loss, batch, accelerator)))
+            watch.losses.append(updates.update(_mean_loss(loss, batch, device), lr_factor(step - 1, cfg)))
             progress.advance(1, watch.note(step))
     return watch.finish(round(time.monotonic() - start, 1))
 
@@ -102,9 +102,9 @@ class _Watch:
     """
 
     def __init__(
-        self, model: torch.nn.Module, loss: Loss, heldout: Sequence[Batch], accelerator: Any, cfg: OptimConfig
+        self, model: torch.nn.Module, loss: Loss, heldout: Sequence[Batch], device: torch.device, cfg: OptimConfig
     ) -> None:
-        self._model, self._loss, self._heldout, self._accelerator, self._cfg = model, loss, heldout, accelerator, cfg
+        self._model, self._loss, self._heldout, self._device, self._cfg = model, loss, heldout, device, cfg
         self._report = StageReport(parameters=sum(p.numel() for p in model.parameters()), steps=cfg.steps)
         self._best: dict[str, Tensor] = {}
         self.losses: list[Tensor] = []
@@ -114,7 +114,7 @@ class _Watch:
         if step % self._cfg.eval_every and step != self._cfg.steps:
             return lambda: f"loss {self._mean():.4f}"
         report, mean = self._report, self._mean()
-        held = evaluate(self._model, self._loss, self._heldout, self._accelerator)
+        held = evaluate(self._model, self._loss, self._heldout, self._device)
         report.curve.append((step, round(mean, 4), round(held, 4)))
         report.train_loss, self.losses = mean, []
         if held < report.heldout_loss:
@@ -133,25 +133,25 @@ class _Watch:
         return float(sum(self.losses)) / len(self.losses)
 
 
-def evaluate(model: torch.nn.Module, loss: Loss, batches: Sequence[Batch], accelerator: Any) -> float:
+def evaluate(model: torch.nn.Module, loss: Loss, batches: Sequence[Batch], device: torch.device) -> float:
     """The weighted mean loss over ``batches``, in nats per token. The model's training mode does not change."""
     training = model.training
     model.eval()
     total = weight = 0.0
     with torch.no_grad():
         for batch in batches:
-            moved = _to(batch, accelerator.device)
-            with accelerator.autocast():
+            moved = _to(batch, device)
+            with autocast_on(device):
                 total += float((loss(moved) * moved.weights).sum())
             weight += float(batch.weights.sum())
     model.train(training)
     return total / weight
 
 
-def _mean_loss(loss: Loss, batch: Batch, accelerator: Any) -> Tensor:
-    """The weighted mean over the predicted tokens of one batch, as a scalar on the accelerator's device."""
-    moved = _to(batch, accelerator.device)
-    with accelerator.autocast():
+def _mean_loss(loss: Loss, batch: Batch, device: torch.device) -> Tensor:
+    """The weighted mean over the predicted tokens of one batch, as a scalar on the device."""
+    moved = _to(batch, device)
+    with autocast_on(device):
         mean: Tensor = (loss(moved) * moved.weights).sum() / moved.weights.sum()
     return mean
 

@@ -28,7 +28,6 @@ from specgraph.training.data import (
     split_documents,
 )
 from specgraph.training.rollout import write_documents
-from specgraph.training.updates import accelerator_on
 
 
 @dataclass
@@ -86,16 +85,13 @@ def run_training(cfg: TrainConfig) -> TrainReport:
     check_config(cfg)
     check_paths(cfg)
     device = _device(cfg.device)
-    with (
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        accelerator_on(device) as accelerator,
-    ):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(cfg.seed)
-        return _run(cfg, accelerator)
+        return _run(cfg, device)
 
 
-def _run(cfg: TrainConfig, accelerator: Any) -> TrainReport:
-    start, device = time.monotonic(), accelerator.device
+def _run(cfg: TrainConfig, device: torch.device) -> TrainReport:
+    start = time.monotonic()
     documents = read_documents(cfg.data)
     asked = read_documents(cfg.eval_data, "eval_data") if cfg.eval_data else []
     train, heldout = split_documents(documents, cfg.heldout, cfg.seed)
@@ -103,11 +99,11 @@ def _run(cfg: TrainConfig, accelerator: Any) -> TrainReport:
     data = _encode(cfg, tokenizer, train, heldout, asked or heldout)
 
     target_folder = cfg.target.checkpoint or os.path.join(cfg.output, "target")
-    trained = None if cfg.target.checkpoint else _pretrain(cfg, tokenizer, data, target_folder, accelerator)
+    trained = None if cfg.target.checkpoint else _pretrain(cfg, tokenizer, data, target_folder, device)
     target = load_model(target_folder, device)
-    target_report = trained or _loaded_target(cfg, target, data, accelerator)
+    target_report = trained or _loaded_target(cfg, target, data, device)
 
-    draft = _draft(cfg, tokenizer, target, data, accelerator) if cfg.draft.enabled else _NO_DRAFT
+    draft = _draft(cfg, tokenizer, target, data, device) if cfg.draft.enabled else _NO_DRAFT
     report = TrainReport(
         target=target_report,
         draft=draft.report,
@@ -140,12 +136,12 @@ class _Draft(NamedTuple):
 _NO_DRAFT = _Draft(None, None, 0, 0)
 
 
-def _draft(cfg: TrainConfig, tokenizer: Any, target: Any, data: _Data, accelerator: Any) -> _Draft:
+def _draft(cfg: TrainConfig, tokenizer: Any, target: Any, data: _Data, device: torch.device) -> _Draft:
     """Let the target write texts, train a draft on them, and measure the draft as it was saved."""
     written = write_documents(target, tokenizer, data.questions, cfg.draft.rollout)
     folder = os.path.join(cfg.output, "draft")
-    report = _distil(cfg, tokenizer, target, data, written, folder, accelerator)
-    acceptance = measure_acceptance(target, load_model(folder, accelerator.device), data.prompts, cfg.acceptance)
+    report = _distil(cfg, tokenizer, target, data, written, folder, device)
+    acceptance = measure_acceptance(target, load_model(folder, device), data.prompts, cfg.acceptance)
     return _Draft(report, acceptance, len(written), folder_bytes(folder))
 
 
@@ -168,7 +164,7 @@ def _encode(
     )
 
 
-def _pretrain(cfg: TrainConfig, tokenizer: Any, data: _Data, folder: str, accelerator: Any) -> StageReport:
+def _pretrain(cfg: TrainConfig, tokenizer: Any, data: _Data, folder: str, device: torch.device) -> StageReport:
     """Train a target and save it to ``folder``."""
     optim, pad_id = cfg.target.optim, tokenizer.pad_token_id
     target = build_model(cfg.target.model, tokenizer)
@@ -176,15 +172,15 @@ def _pretrain(cfg: TrainConfig, tokenizer: Any, data: _Data, folder: str, accele
     heldout = in_order(data.heldout, optim.batch_size, pad_id)
     loss = cross_entropy(target, cfg.target.input_noise)
     with fast_recurrence(target):
-        report = optimise("target", target.train(), loss, batches, heldout, optim, accelerator)
+        report = optimise("target", target.train(), loss, batches, heldout, optim, device)
     save_model(target, tokenizer, folder)
     return report
 
 
-def _loaded_target(cfg: TrainConfig, target: Any, data: _Data, accelerator: Any) -> StageReport:
+def _loaded_target(cfg: TrainConfig, target: Any, data: _Data, device: torch.device) -> StageReport:
     """The report about a target that was not trained here: its size and its held-out loss."""
     heldout = in_order(data.heldout, cfg.target.optim.batch_size, target.generation_config.pad_token_id)
-    loss = evaluate(target, cross_entropy(target), heldout, accelerator)
+    loss = evaluate(target, cross_entropy(target), heldout, device)
     return StageReport(parameters=count_parameters(target), heldout_loss=loss)
 
 
@@ -195,7 +191,7 @@ def _distil(
     data: _Data,
     written: list[Encoded],
     folder: str,
-    accelerator: Any,
+    device: torch.device,
 ) -> StageReport:
     """Train a draft on the documents of the data and on those that the target wrote, and save it to ``folder``.
 
@@ -205,7 +201,7 @@ def _distil(
     draft = build_model(cfg.draft.model, tokenizer)
     batches = shuffled([*data.train, *written], optim.batch_size, pad_id, cfg.seed + 1, cfg.draft.question_weight)
     heldout = in_order(data.heldout, optim.batch_size, pad_id, 0.0)
-    report = optimise("draft", draft.train(), distillation(draft, target), batches, heldout, optim, accelerator)
+    report = optimise("draft", draft.train(), distillation(draft, target), batches, heldout, optim, device)
     save_model(draft, tokenizer, folder)
     return report
 

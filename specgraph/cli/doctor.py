@@ -33,7 +33,7 @@ It decodes a few tokens with a tiny random model on the CPU and on every GPU, wh
 each. decode=false leaves that out and looks only at what is installed. The exit code is 0 if decoding works on
 some device, and else 1."""
 PURPOSES = {
-    "accelerate": "the command train",
+    "accelerate": "evaluation by lm_eval --model specgraph",
     "datasets": "examples/reinforce.py",
     "fastapi": "examples/serve.py",
     "gguf": "model=FILE.gguf of generate",

@@ -1,24 +1,20 @@
-"""The training loop of a head, on ``accelerate``. A run that is killed can continue from its last checkpoint."""
+"""The training loop of a head. A run that is killed can continue from its last checkpoint."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import json
 import os
-import random
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
+from specgraph.checkpoints.files import load_pickle
 from specgraph.errors import ConfigError
 from specgraph.progress import Note, Progress
 from specgraph.training.chain import ChainLoss, counted_rows, step_weights
@@ -28,7 +24,8 @@ from specgraph.training.measure import Measured, measure
 from specgraph.training.teacher import Teacher
 from specgraph.training.updates import Updates, lr_factor
 
-STATE = "run.json"
+CHECKPOINT = "checkpoint.pt"
+"""The file of the last checkpoint of a run, in its output."""
 _FREE = {"output", "device", "max_seconds", "checkpoint_every", "file"}
 """The keys that may differ between a run and the run that continues it."""
 
@@ -50,49 +47,46 @@ class HeadProgress:
 class HeadLoop:
     """Trains one head in place."""
 
-    def __init__(
-        self, trained: ChainLoss, teacher: Teacher, cfg: HeadTrainConfig, accelerator: Any, save: Callable[[], None]
-    ) -> None:
+    def __init__(self, trained: ChainLoss, teacher: Teacher, cfg: HeadTrainConfig, save: Callable[[], None]) -> None:
         """Prepare the training. ``save`` is called at every checkpoint, so a killed run also leaves a usable head."""
-        self.cfg, self.teacher, self.accelerator, self.save = cfg, teacher, accelerator, save
+        self.cfg, self.teacher, self.save = cfg, teacher, save
         self.progress = HeadProgress()
-        self.plain, self.updates = trained, Updates(trained, cfg.optim, accelerator, self._lr_factor)
-        self.folder = Path(cfg.output) / "checkpoint"
+        self.trained, self.updates = trained, Updates(trained, cfg.optim)
+        self.file = Path(cfg.output) / CHECKPOINT
         self._began = time.monotonic()
 
     def run(
         self, documents: Sequence[Encoded], heldout: Sequence[Encoded], pad_id: int
     ) -> tuple[HeadProgress, Measured]:
         """Train on ``documents``, from the last checkpoint if there is one, and measure on ``heldout``."""
-        with _same_random_state():
-            self._resume()
-            done, optim = self.progress, self.cfg.optim
-            self._began = time.monotonic() - done.seconds
-            batches = shuffled(documents, optim.batch_size, pad_id, self.cfg.seed, question_weight=0.0)
-            with Progress(self.cfg.algorithm, optim.steps, True, done=done.step, keep=True) as bar:
-                for batch in itertools.islice(batches, done.step, None):
-                    if self._finished():
-                        break
-                    done.pending.append(self._update(batch))
-                    done.step += 1
-                    bar.advance(1, self._report(heldout))
-            done.seconds = round(time.monotonic() - self._began, 1)
+        self._resume()
+        done, optim = self.progress, self.cfg.optim
+        self._began = time.monotonic() - done.seconds
+        batches = shuffled(documents, optim.batch_size, pad_id, self.cfg.seed, question_weight=0.0)
+        with Progress(self.cfg.algorithm, optim.steps, True, done=done.step, keep=True) as bar:
+            for batch in itertools.islice(batches, done.step, None):
+                if self._finished():
+                    break
+                done.pending.append(self._update(batch))
+                done.step += 1
+                bar.advance(1, self._report(heldout))
+        done.seconds = round(time.monotonic() - self._began, 1)
         final = self._measure(heldout)
         self._note(final)
         return done, final
 
     def clear(self) -> None:
         """Remove the checkpoint, when a run has succeeded."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.file.unlink(missing_ok=True)
 
     def _finished(self) -> bool:
         limit = self.cfg.optim.max_seconds
         late = limit is not None and time.monotonic() - self._began >= limit
         return self.progress.step >= self.cfg.optim.steps or late
 
-    def _lr_factor(self, step: int) -> float:
+    def _lr_factor(self) -> float:
         """The share of the learning rate. Under a time limit, the cosine follows the time if it runs ahead of steps."""
-        optim = self.cfg.optim
+        optim, step = self.cfg.optim, self.progress.step
         if optim.max_seconds is not None and step >= optim.warmup_steps:
             share = (time.monotonic() - self._began) / optim.max_seconds
             step = min(optim.steps, max(step, int(share * optim.steps)))
@@ -106,8 +100,9 @@ class HeadLoop:
         device = self.teacher.device
         tokens = batch.tokens.to(device, non_blocking=True)
         chosen = [chosen.to(device, non_blocking=True) for chosen in rows]
-        losses: Tensor = self.updates.model(tokens, self.teacher(tokens), chosen)
-        return self.updates.update((losses * step_weights(self.cfg.chain, device)).sum())
+        with self.teacher.autocast():
+            losses: Tensor = self.trained(tokens, self.teacher(tokens), chosen)
+        return self.updates.update((losses * step_weights(self.cfg.chain, device)).sum(), self._lr_factor())
 
     def _report(self, heldout: Sequence[Encoded]) -> Note:
         """Measure and save if enough steps have passed, and return a line about the training."""
@@ -129,15 +124,7 @@ class HeadLoop:
 
     def _measure(self, heldout: Sequence[Encoded]) -> Measured:
         cfg = self.cfg
-        return measure(
-            self.plain,
-            self.teacher,
-            heldout,
-            cfg.chain,
-            cfg.eval_drafts,
-            cfg.optim.batch_size,
-            self.accelerator.autocast,
-        )
+        return measure(self.trained, self.teacher, heldout, cfg.chain, cfg.eval_drafts, cfg.optim.batch_size)
 
     def _note(self, measured: Measured) -> None:
         done = self.progress
@@ -147,32 +134,31 @@ class HeadLoop:
         done.measured.append((done.step, round(measured.loss, 4), round(measured.acceptance_length, 4)))
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint beside the old one, and then replace the old one."""
+        """Write a checkpoint, which takes the place of the one before when it is complete."""
         self.progress.seconds = time.monotonic() - self._began
         self.progress.pending = [float(loss) for loss in self.progress.pending]
-        new = self.folder.with_name("checkpoint.tmp")
-        shutil.rmtree(new, ignore_errors=True)
-        self.accelerator.save_state(str(new), safe_serialization=False)
-        (new / STATE).write_text(json.dumps({"config": _fixed(self.cfg), "progress": vars(self.progress)}))
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.replace(new, self.folder)
         self.save()
+        state = {
+            "config": _fixed(self.cfg), "progress": vars(self.progress), "trained": self.trained.state_dict(),
+            "optimizer": self.updates.optimizer.state_dict(),
+        }  # fmt: skip
+        torch.save(state, self.file.with_suffix(".tmp"))
+        os.replace(self.file.with_suffix(".tmp"), self.file)
 
     def _resume(self) -> None:
-        if not (self.folder / STATE).is_file():
+        if not self.file.is_file():
             return
-        saved = json.loads((self.folder / STATE).read_text())
+        saved = load_pickle(self.file)
         other = sorted(key for key, value in _fixed(self.cfg).items() if saved["config"].get(key, value) != value)
         if other:
             before = f"{other[0]}={saved['config'][other[0]]}"
             raise ConfigError(
                 f"output={self.cfg.output} holds an unfinished run with {before}: give the same settings to go on with "
-                "it, another output, or delete its folder checkpoint."
+                f"it, another output, or delete its file {CHECKPOINT}."
             )
-        self.accelerator.load_state(str(self.folder))
-        done = saved["progress"]
-        curves = {name: list(map(tuple, done[name])) for name in ("losses", "measured")}  # JSON has no tuples
-        self.progress = HeadProgress(**done | curves)
+        self.trained.load_state_dict(saved["trained"])
+        self.updates.optimizer.load_state_dict(saved["optimizer"])
+        self.progress = HeadProgress(**saved["progress"])
 
 
 def _fixed(cfg: HeadTrainConfig) -> dict[str, Any]:
@@ -181,17 +167,6 @@ def _fixed(cfg: HeadTrainConfig) -> dict[str, Any]:
     for name, value in dataclasses.asdict(cfg).items():
         flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
     return {key: value for key, value in flat.items() if key.rpartition(".")[2] not in _FREE}
-
-
-@contextlib.contextmanager
-def _same_random_state() -> Iterator[None]:
-    """A context that restores the random generators of Python and numpy, because loading a checkpoint sets them."""
-    states = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 def _mean(losses: Sequence[Any]) -> float:

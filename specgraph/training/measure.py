@@ -7,8 +7,7 @@ over the answer gives it for all steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,13 +39,7 @@ class Measured(NamedTuple):
 
 @torch.no_grad()
 def measure(
-    trained: ChainLoss,
-    teacher: Teacher,
-    documents: Sequence[Encoded],
-    cfg: ChainConfig,
-    drafts: int,
-    batch_size: int,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    trained: ChainLoss, teacher: Teacher, documents: Sequence[Encoded], cfg: ChainConfig, drafts: int, batch_size: int
 ) -> Measured:
     """Draft at every token of greedy answers.
 
@@ -57,13 +50,12 @@ def measure(
         cfg: the number of steps, and their weights.
         drafts: K, the number of drafts in each decode step that is imitated.
         batch_size: how many answers run together.
-        autocast: gives the context in which the head runs.
     """
     losses, hits, rows = torch.zeros(cfg.steps), torch.zeros(cfg.steps), torch.zeros(cfg.steps)
     steps: list[Step] = []
     for group in by_length(documents, batch_size):
         batch = collate(group, pad_id=0, question_weight=0.0)
-        found, each = _hits(trained, teacher, batch, cfg, autocast)
+        found, each = _hits(trained, teacher, batch, cfg)
         count = torch.tensor([float((batch.weights[:, 1 + step :] > 0).sum()) for step in range(cfg.steps)])
         losses, hits, rows = losses + each * count, hits + found.sum((1, 2)), rows + count
         for index, document in enumerate(group):
@@ -95,20 +87,14 @@ def walk(hits: Tensor, prompt_length: int, length: int) -> list[Step]:
     return steps
 
 
-def _hits(
-    trained: ChainLoss,
-    teacher: Teacher,
-    batch: Batch,
-    cfg: ChainConfig,
-    autocast: Callable[[], AbstractContextManager[object]],
-) -> tuple[Tensor, Tensor]:
+def _hits(trained: ChainLoss, teacher: Teacher, batch: Batch, cfg: ChainConfig) -> tuple[Tensor, Tensor]:
     """1 where a row of a step predicts the text's token, else 0, float32 ``[steps, B, S]``; and the mean losses."""
     tokens = batch.tokens.to(teacher.device)
     rows = [chosen.to(teacher.device) for chosen in counted_rows(batch.weights, cfg)]
     lesson = teacher(tokens)
     hits, losses = torch.zeros(cfg.steps, tokens.numel(), device=tokens.device), []
     vocabulary = trained.head.draft_to_target
-    with autocast():
+    with teacher.autocast():
         for step, chunks in enumerate(trained.steps_of(tokens, lesson, rows)):
             nats = counted = torch.zeros((), device=tokens.device)
             for chunk in chunks:

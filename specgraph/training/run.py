@@ -23,7 +23,6 @@ from specgraph.training.loop import HeadLoop, HeadProgress
 from specgraph.training.measure import Measured
 from specgraph.training.plot import plot_losses
 from specgraph.training.teacher import Teacher
-from specgraph.training.updates import accelerator_on
 
 
 @dataclass
@@ -66,7 +65,7 @@ def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> 
 
     This writes ``config.json`` and ``model.safetensors`` (bf16, in the layout of the drafter) to ``cfg.output``, and
     beside them ``training_report.json`` and ``loss.png``. During the run, there is a checkpoint in
-    ``<output>/checkpoint``. If the run is killed, the same call continues from there. Without a time limit, it ends
+    ``<output>/checkpoint.pt``. If the run is killed, the same call continues from there. Without a time limit, it ends
     with the same weights on the same machine. Progress is shown on standard error. All randomness follows from
     ``cfg.seed``, and the caller's random generators do not change.
 
@@ -84,15 +83,12 @@ def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> 
     check_dtype(model.device.type, str(model.dtype).removeprefix("torch."))
     train, heldout = split_documents(read_documents(cfg.data), cfg.heldout, cfg.seed)
     device = model.device
-    with (
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        accelerator_on(device, model.dtype) as accelerator,
-    ):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(cfg.seed)
         model.requires_grad_(False)
         learned, measured = split_rollouts(model, tokenizer, train, heldout, cfg)
         torch.manual_seed(cfg.seed)  # again, so that it does not matter whether answers were written or read
-        return _train(model, tokenizer, learned, measured, cfg, accelerator)
+        return _train(model, tokenizer, learned, measured, cfg)
 
 
 def _train(
@@ -101,7 +97,6 @@ def _train(
     learned: Sequence[Encoded],
     heldout: Sequence[Encoded],
     cfg: HeadTrainConfig,
-    accelerator: Any,
 ) -> HeadTrainReport:
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     head = build_head(model, cfg, pad_id, learned)
@@ -114,7 +109,7 @@ def _train(
     def save() -> None:
         _save(head, model, cfg)
 
-    loop = HeadLoop(ChainLoss(head, cfg.chain.steps, cfg.chain.overlap), teacher, cfg, accelerator, save)
+    loop = HeadLoop(ChainLoss(head, cfg.chain.steps, cfg.chain.overlap), teacher, cfg, save)
     progress, measured = loop.run(learned, heldout, pad_id)
     save()
     report = HeadTrainReport(

@@ -16,6 +16,7 @@ from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import trace
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.pipeline import run_passes
+from specgraph.training.updates import autocast_on
 
 
 class Lesson(NamedTuple):
@@ -48,8 +49,8 @@ class Teacher:
         program.set_output(*program.with_role("feature"), program.one("hidden"))
         program.graph.erase_node(program.one("logits"))
         self._projection = program.modules.unchanged["lm_head"]
-        self.device, self._vocab_size = program.target.device, program.target.vocab_size
-        self.max_positions = program.target.max_positions
+        self.device, self._dtype = program.target.device, program.target.dtype
+        self._vocab_size = program.target.vocab_size
         self._step = program.step()
 
     @torch.no_grad()
@@ -57,6 +58,10 @@ class Teacher:
         """Run the target on ``tokens`` int64 ``[B, S]``. Padding on the right does not change the results before it."""
         *features, hidden = self._step(window=tokens, start=tokens.new_zeros(len(tokens)))
         return Lesson(tuple(features), hidden, self._project, self._vocab_size)
+
+    def autocast(self) -> torch.autocast:
+        """The context in which a head is trained beside this target."""
+        return autocast_on(self.device, self._dtype)
 
     @torch.no_grad()
     def _project(self, hidden: Tensor) -> Tensor:

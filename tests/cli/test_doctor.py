@@ -89,8 +89,8 @@ def test_a_missing_optional_package(
     _missing(monkeypatch, "accelerate")
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert "accelerate          missing, for the command train" in shown
-    assert "- For the command train: python -m pip install 'accelerate>=1.10'" in shown
+    assert "accelerate          missing, for evaluation by lm_eval" in shown
+    assert "- For evaluation by lm_eval --model specgraph: python -m pip install 'accelerate>=1.10'" in shown
 
 
 @pytest.mark.parametrize("package", ["tabulate", "torch"])
