@@ -85,7 +85,9 @@ def generate(cfg: DictConfig) -> dict[str, str]:
         return _generate_with_ray(options, config, place, tokenizer, prompts)
     model = load_model(options.model, *place, options.trust_remote_code)
     decoder = compile_speculative(model, config)
-    outcome = decode_prompts(decoder, tokenizer, prompts, options, write=writer(options.format, tokenizer))
+    outcome = decode_prompts(
+        decoder, tokenizer, prompts, options, write=writer(options.format, tokenizer, stream=options.stream)
+    )
     rows = summary_rows(outcome)
     if outcome.trace is not None:
         rows["trace"] = write_trace(outcome.trace, str(options.trace), tokenizer, notes(options.format))

@@ -1,4 +1,4 @@
-"""Runs a decoder over texts, with seeds, streaming and timing."""
+"""Runs a decoder over texts, with seeds and timing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from specgraph.cli.check_options import decoder_options
 from specgraph.cli.generation import given_options
 from specgraph.cli.keys import GenerateConfig
 from specgraph.cli.prompts import Conversation, Messages
-from specgraph.cli.writers import Ended, Writer, heading
+from specgraph.cli.writers import Answer, Writer
 from specgraph.config import Config
 from specgraph.errors import ConfigError, InputError
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.outputs.detokenizer import IncrementalDetokenizer
 from specgraph.runtime.outputs.output import Stream, StreamChunk
 from specgraph.runtime.outputs.stats import Stats
 from specgraph.runtime.outputs.trace import Trace
@@ -46,8 +45,7 @@ class Outcome:
         config: the configuration of the decoder.
         tokens: the new token ids of every prompt.
         stats: the counts over all prompts.
-        seconds: the time of decoding. It includes prefill, but neither tokenizing nor, unless texts are streamed,
-            printing.
+        seconds: the time of decoding. It includes prefill, but neither tokenizing nor printing.
         seeds: the seed of every prompt.
         besides: what else than decoding ``seconds`` include, in words; empty after a warm-up.
         trace: what happened to every draft, if that was asked for.
@@ -70,34 +68,26 @@ def decode_prompts(
     seeds: Sequence[int] | None = None,
     write: Writer | None = None,
 ) -> Outcome:
-    """Continue every prompt, and pass the answers to ``write``, each as soon as it and those before it are done.
+    """Continue every prompt, and pass the answers to ``write`` in their order, as they grow and when they are done.
 
     As many are decoded together as the decoder allows. The seed of a sequence depends on its place in ``prompts``, so
     the texts do not depend on that number.
     """
     drawn = list(seeds or draw_seeds(options.seed, len(prompts)))
-    besides = "" if options.compare else "compiling"  # what the first step of its kind waits for
-    outcome = Outcome(decoder.config, [], Stats(0), 0.0, drawn, besides)
-    given = decoder_options(options, tokenizer)
-    seeded = reads_seeds(options, decoder)
+    given = decoder_options(options, tokenizer) | {"seed": drawn if reads_seeds(options, decoder) else None}
     ids = [prompt.ids for prompt in prompts]
     if options.compare:
         # Nothing that is timed includes compilation then. It takes as many tokens as will be timed, since a sequence of
         # more pages may be compiled again.
         first = slice(decoder.config.max_batch_size)
-        decoder.generate(ids[first], seed=drawn[first] if seeded else None, **given)
+        decoder.generate(ids[first], **given | {"seed": given["seed"] and drawn[first]})
+    stream = decoder.stream(ids, trace=options.trace is not None, **given)
+    besides = "" if options.compare else "compiling"  # what the first step of its kind waits for
+    outcome = Outcome(decoder.config, [[] for _ in prompts], stream.stats, 0.0, drawn, besides, stream.trace)
+    ready, done = InOrder(outcome, prompts, write), 0
+    # What has no room for a token ends without a step.
+    reasons: list[str | None] = ["max_length" if len(own) >= decoder.max_length else "length" for own in ids]
     with Progress("prompts", len(prompts), decoder.config.debug.progress) as progress:
-        if options.stream:
-            for prompt, seed in zip(prompts, drawn, strict=True):
-                _one(decoder, tokenizer, prompt, given | {"seed": [seed] if seeded else None}, outcome)
-                progress.advance()
-            return outcome
-        stream = decoder.stream(ids, seed=drawn if seeded else None, trace=options.trace is not None, **given)
-        outcome.tokens = [[] for _ in prompts]
-        outcome.stats, outcome.trace, done = stream.stats, stream.trace, 0
-        # What has no room for a token ends without a step.
-        reasons: list[str | None] = ["max_length" if len(own) >= decoder.max_length else "length" for own in ids]
-        ready = InOrder(outcome, prompts, write)
         for chunk in _timed(stream, outcome):
             for tokens, new in zip(outcome.tokens, chunk.tokens, strict=True):
                 tokens += new
@@ -200,7 +190,7 @@ def draw_seeds(seed: int | None, count: int) -> list[int]:
 
 
 class InOrder:
-    """Writes the answers that are complete, in the order of the prompts."""
+    """Writes the answers that are complete, in the order of the prompts, and as much as there is of the next one."""
 
     def __init__(self, outcome: Outcome, prompts: Sequence[Prompt], write: Writer | None) -> None:
         self._outcome, self._prompts, self._write = outcome, prompts, write
@@ -208,14 +198,17 @@ class InOrder:
 
     def __call__(self, reasons: Sequence[str | None]) -> None:
         """``reasons``: why each prompt has ended, None while it goes on."""
-        while self._next < len(self._prompts) and (reason := reasons[self._next]) is not None:
+        while self._next < len(self._prompts):
+            reason = reasons[self._next]
             if self._write is not None:
-                self._write(self._ended(self._next, reason))
+                self._write(self._answer(self._next, reason))
+            if reason is None:
+                return
             self._next += 1
 
-    def _ended(self, place: int, reason: str) -> Ended:
+    def _answer(self, place: int, reason: str | None) -> Answer:
         prompt, steps = self._prompts[place], self._outcome.stats.emitted_per_step[place]
-        return Ended(place, prompt.source, len(prompt.ids), self._outcome.tokens[place], reason, steps)
+        return Answer(place, prompt.source, len(prompt.ids), self._outcome.tokens[place], reason, steps)
 
 
 def _timed(stream: Stream, outcome: Outcome) -> Iterator[StreamChunk]:
@@ -232,23 +225,3 @@ def _timed(stream: Stream, outcome: Outcome) -> Iterator[StreamChunk]:
 def _speed(outcome: Outcome) -> str:
     speed = sum(map(len, outcome.tokens)) / outcome.seconds
     return f"{speed:,.0f} tokens/s, {outcome.stats.acceptance_length:.2f} per step"
-
-
-def _one(
-    decoder: SpeculativeDecoder, tokenizer: Any, prompt: Prompt, sampling: dict[str, Any], outcome: Outcome
-) -> None:
-    """Decode one prompt, and print its text as it comes."""
-    print(heading(prompt.source, len(outcome.tokens)))
-    begin = time.perf_counter()
-    tokens: list[int] = []
-    pieces = IncrementalDetokenizer(tokenizer)
-    stream = decoder.stream([prompt.ids], **sampling)
-    for chunk in stream:
-        tokens += chunk.tokens[0]
-        print(pieces.add(chunk.tokens[0]), end="", flush=True)
-    print(pieces.add([], last=True))
-    outcome.seconds += time.perf_counter() - begin
-    outcome.tokens.append(tokens)
-    outcome.stats.num_speculative_tokens = stream.stats.num_speculative_tokens
-    outcome.stats.emitted_per_step += stream.stats.emitted_per_step
-    outcome.stats.confidence += stream.stats.confidence

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from specgraph.cli.prompts import Messages
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
+from specgraph.runtime.outputs.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:  # it imports torch, and a help text is shown without
     from specgraph.runtime.outputs.trace import Trace
@@ -22,15 +23,15 @@ FORMATS = (TEXT, JSONL)
 
 
 @dataclass(frozen=True)
-class Ended:
-    """One prompt whose answer is complete.
+class Answer:
+    """What is known of the answer to one prompt.
 
     Attributes:
         place: of the prompt among all, from 0.
         source: its text, or the messages of its conversation.
         prompt_tokens: how many tokens it has.
         tokens: the new ids.
-        reason: why it ended, as ``finish_reasons`` of ``generate``.
+        reason: why it ended, as ``finish_reasons`` of ``generate``; None while it goes on.
         steps: the tokens that each of its decode steps emitted.
     """
 
@@ -38,22 +39,44 @@ class Ended:
     source: str | Messages
     prompt_tokens: int
     tokens: list[int]
-    reason: str
+    reason: str | None
     steps: Sequence[int]
 
 
-Writer = Callable[[Ended], None]
+Writer = Callable[[Answer], None]
 
 
-def writer(form: str, tokenizer: Any) -> Writer:
-    """A function that writes each answer in one of :data:`FORMATS`, to what is the standard output at this moment."""
+def writer(form: str, tokenizer: Any, *, stream: bool = False) -> Writer:
+    """A function that writes each answer in one of :data:`FORMATS`, to what is the standard output at this moment.
+
+    It writes an answer when it is complete or, for a ``stream``, as it grows.
+    """
+    if stream:
+        return _Growing(tokenizer)
     written, out = (_text if form == TEXT else _json), sys.stdout
 
-    def write(ended: Ended) -> None:
-        text = tokenizer.decode(ended.tokens, skip_special_tokens=True)
-        print(written(ended, text), file=out, flush=True)
+    def write(answer: Answer) -> None:
+        if answer.reason is not None:
+            text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            print(written(answer, text), file=out, flush=True)
 
     return write
+
+
+class _Growing:
+    """Prints the text of one answer after the other, each as it grows."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._place = tokenizer, -1
+
+    def __call__(self, answer: Answer) -> None:
+        if answer.place != self._place:
+            print(heading(answer.source, answer.place))
+            self._place, self._shown, self._pieces = answer.place, 0, IncrementalDetokenizer(self._tokenizer)
+        ended = answer.reason is not None
+        piece = self._pieces.add(answer.tokens[self._shown :], last=ended)
+        self._shown = len(answer.tokens)
+        print(piece, end="\n" if ended else "", flush=True)
 
 
 def check_format(form: str, *, stream: bool) -> None:
@@ -106,17 +129,17 @@ def heading(source: str | Messages, place: int) -> str:
     return f"--- {place + 1}: {line if len(line) <= 100 else line[:97] + '...'}"
 
 
-def _text(ended: Ended, text: str) -> str:
+def _text(answer: Answer, text: str) -> str:
     """A heading and the text."""
-    return f"{heading(ended.source, ended.place)}\n{text}"
+    return f"{heading(answer.source, answer.place)}\n{text}"
 
 
-def _json(ended: Ended, text: str) -> str:
+def _json(answer: Answer, text: str) -> str:
     """An object, with no character beyond ASCII, so that every terminal and file takes it."""
-    name = "prompt" if isinstance(ended.source, str) else "messages"
-    stats = {"prompt_tokens": ended.prompt_tokens, "new_tokens": len(ended.tokens), "steps": len(ended.steps)}
-    mean = sum(ended.steps) / len(ended.steps) if ended.steps else None
+    name = "prompt" if isinstance(answer.source, str) else "messages"
+    stats = {"prompt_tokens": answer.prompt_tokens, "new_tokens": len(answer.tokens), "steps": len(answer.steps)}
+    mean = sum(answer.steps) / len(answer.steps) if answer.steps else None
     return json.dumps({
-        name: ended.source, "text": text, "tokens": ended.tokens, "finish_reason": ended.reason,
+        name: answer.source, "text": text, "tokens": answer.tokens, "finish_reason": answer.reason,
         "stats": {**stats, "tokens_per_step": mean},
     })  # fmt: skip
