@@ -11,6 +11,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specgraph.ir.tensors import view_of
+
 
 def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write ``config.json`` and ``model.safetensors`` to ``folder``, which is made if it is missing.
@@ -32,9 +34,5 @@ def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Map
 
 def without_shared(tensors: Mapping[str, Tensor], shared: Iterable[Tensor]) -> dict[str, Tensor]:
     """The tensors without those that are in ``shared``, which a loader takes from the target."""
-    frozen = list(shared)
-    return {name: tensor for name, tensor in tensors.items() if not any(_same_memory(tensor, own) for own in frozen)}
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.device == other.device
+    frozen = set(map(view_of, shared))
+    return {name: tensor for name, tensor in tensors.items() if view_of(tensor) not in frozen}

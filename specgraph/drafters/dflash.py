@@ -42,7 +42,6 @@ from specgraph.drafters.base import DraftHead, Target
 from specgraph.drafters.decoder_head import DecoderHeadDrafter
 from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
 from specgraph.drafters.dflash_saving import z_lab_config
-from specgraph.drafters.heads import Record
 from specgraph.drafters.parts import TARGET_FEATURES, Part, export_parts
 from specgraph.drafters.plan import HeadPlan, plain_layer
 from specgraph.drafters.step import DraftStep
@@ -85,6 +84,7 @@ class DFlashDrafter(DecoderHeadDrafter):
     """Whether the anchor's row gives the first draft, unless a checkpoint says otherwise."""
     usual = loading.USUAL
     """Keys of variants with another forward pass, and the values that mean none of that."""
+    saved_config = staticmethod(z_lab_config)
 
     def build(self, step: DraftStep) -> int:
         """Append the context of the accepted rows, one call that gives the logits of a block, and the drafts."""
@@ -174,11 +174,6 @@ class DFlashDrafter(DecoderHeadDrafter):
         return tuple(sorted({min(max(k, 1), num_layers) for k in loading.default_features(RANDOM_LAYERS, num_layers)}))
 
     @classmethod
-    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
-        """The configuration of the layout of z-lab."""
-        return z_lab_config(head, record.target_name)
-
-    @classmethod
     def saved_tensors(cls, head: DraftHead) -> dict[str, Tensor]:
         """The tensors but for the embedding of the mask token, which has a file of its own."""
         found = super().saved_tensors(head)
@@ -194,11 +189,11 @@ class DFlashDrafter(DecoderHeadDrafter):
         return saved
 
     @classmethod
-    def new_head(cls, algorithm: str, plan: HeadPlan, mask_embedding: bool = True) -> DraftHead:
+    def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
         """A head whose embedding and projection are the target's own frozen tensors.
 
-        It learns an embedding for the mask token. That of a token of the target, which is frozen, says nothing about
-        masks: no text of the target's training had one.
+        By default it learns an embedding for the mask token. That of a token of the target, which is frozen, says
+        nothing about masks: no text of the target's training had one.
 
         Raises:
             ConfigError: the head would read the target's embeddings, which the layout of z-lab cannot express.
@@ -208,7 +203,7 @@ class DFlashDrafter(DecoderHeadDrafter):
                 f"head.feature_layers={list(plan.features)}: heads of this kind read outputs of layers; give indices "
                 "from 1 on."
             )
-        module = cls.head(cls.shape(**cls.new_settings(plan)), mask_embedding=mask_embedding)
+        module = cls.head(cls.shape(**cls.new_settings(plan)), mask_embedding=plan.mask_embedding)
         module = module.to(plan.embedding.device)
         module.start(plan)
         return DraftHead(module, plan.features, plan.mask_token_id)
@@ -226,20 +221,16 @@ class DFlashDrafter(DecoderHeadDrafter):
         }
 
     @classmethod
-    def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:
-        """A head of the usual size, as wide as the target, that borrows the target's embedding and projection.
+    def plan_random(cls, model: PreTrainedModel, options: Any) -> HeadPlan:
+        """A plan for a head of the usual size, as wide as the target, which has no embedding of the mask token.
 
         Its blocks have the rows that the drafts need, if ``block_rows`` asks for no other number.
         """
-        plan, text = cls.plan_random(model, options), model.config.get_text_config()
+        plan, text = super().plan_random(model, options), model.config.get_text_config()
         rows = len(plan.embedding)
-        plan = replace(plan, layers=plain_layer(text, rows, "qwen3", RANDOM_LAYERS), mask_token_id=rows - 1,
-                       markov_rank=RANDOM_RANK, confidence=True)  # fmt: skip
-        if options.block_rows:
-            plan = replace(plan, steps=options.block_rows - int(not cls.samples_from_anchor))
-        head = cls.new_head(cls.kind, plan, mask_embedding=False)
-        head.module.eval().requires_grad_(False)
-        return head
+        steps = options.block_rows - int(not cls.samples_from_anchor) if options.block_rows else plan.steps
+        return replace(plan, layers=plain_layer(text, rows, "qwen3", RANDOM_LAYERS), mask_token_id=rows - 1,
+                       steps=steps, mask_embedding=False, markov_rank=RANDOM_RANK, confidence=True)  # fmt: skip
 
 
 def num_rows(config: DFlashConfig, num_speculative_tokens: int, block_rows: int | None) -> int:

@@ -6,10 +6,11 @@ from typing import Any
 
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash_module import DFlashConfig
+from specgraph.drafters.heads import Record
 from specgraph.errors import ConfigError
 
 
-def z_lab_config(head: DraftHead, target_name: str) -> dict[str, Any]:
+def z_lab_config(head: DraftHead, record: Record) -> dict[str, Any]:
     """The ``config.json`` of a head.
 
     Raises:
@@ -28,7 +29,7 @@ def z_lab_config(head: DraftHead, target_name: str) -> dict[str, Any]:
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        "base_model_name_or_path": target_name,
+        "base_model_name_or_path": record.target_name,
         "dflash_config": own,
         **({"sample_from_anchor": True} if config.sample_from_anchor else {}),
         **_masks(config),

@@ -29,11 +29,9 @@ from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import Reader
 from specgraph.config.drafters import DSparkDraftConfig
 from specgraph.drafters import dspark_loading as loading
-from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash import DFlashDrafter, export_block
 from specgraph.drafters.dflash_module import DFlash
 from specgraph.drafters.dspark_module import DSpark, DSparkConfig
-from specgraph.drafters.heads import Record
 from specgraph.drafters.parts import Part, export_parts
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
@@ -56,6 +54,7 @@ class DSparkDrafter(DFlashDrafter):
     returned = "block_outputs"
     samples_from_anchor = True
     usual = loading.UNUSUAL
+    saved_config = staticmethod(loading.deepspec_config)
 
     def draw(self, step: DraftStep, tokens: fx.Node, returned: fx.Node) -> None:
         """Append a call of :data:`MARKOV` and a draw for each draft, and a call of :data:`CONFIDENCE` for all."""
@@ -124,11 +123,6 @@ class DSparkDrafter(DFlashDrafter):
     def export(cls, module: Any, num_masks: int, count: int) -> dict[str, fx.GraphModule]:
         """The graphs of a head: those of DFlash, and those that the head has of :data:`MARKOV`, :data:`CONFIDENCE`."""
         return export_block(module, num_masks, count) | export_refinements(module, count)
-
-    @classmethod
-    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
-        """The configuration of the layout of DeepSpec."""
-        return loading.deepspec_config(head, record.target_name)
 
     @classmethod
     def new_settings(cls, plan: HeadPlan) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash_loading import USUAL
 from specgraph.drafters.dflash_saving import z_lab_config
 from specgraph.drafters.dspark_module import MARKOV_KINDS, DSparkConfig
+from specgraph.drafters.heads import Record
 from specgraph.errors import ConfigError
 
 W1, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
@@ -55,14 +56,14 @@ def confidence_settings(reader: Reader, has_markov: bool) -> dict[str, Any]:
     return {"confidence": enabled, "confidence_with_markov": with_markov}
 
 
-def deepspec_config(head: DraftHead, target_name: str) -> dict[str, Any]:
+def deepspec_config(head: DraftHead, record: Record) -> dict[str, Any]:
     """The ``config.json`` of a head in the layout of DeepSpec.
 
     Raises:
         ConfigError: the layout cannot express the head.
     """
     config: DSparkConfig = head.module.config
-    written = z_lab_config(head, target_name) | {
+    written = z_lab_config(head, record) | {
         "architectures": ["Qwen3DSparkModel"],
         "sample_from_anchor": config.sample_from_anchor,  # which DSpark has by default
         "markov_rank": config.markov_rank,

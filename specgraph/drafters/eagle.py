@@ -137,8 +137,8 @@ class EagleDrafter(ShiftedDrafter):
         module.start_from_hidden()
         return DraftHead(module, plan.features)
 
-    @classmethod
-    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
+    @staticmethod
+    def saved_config(head: DraftHead, record: Record) -> dict[str, Any]:
         """The configuration of SafeAILab's layout."""
         layers: Any = head.module.config.layers
         return {

@@ -28,7 +28,6 @@ from specgraph.checkpoints.reading import Reader
 from specgraph.config.drafters import Eagle3DraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3_module import Eagle3, Eagle3Config
-from specgraph.drafters.heads import Record
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.shifted import ShiftedDrafter
 from specgraph.drafters.speculators import speculators_config
@@ -55,6 +54,7 @@ class Eagle3Drafter(ShiftedDrafter):
     reads = "EAGLE-3 and P-EAGLE heads (EAGLE, SpecForge, NVIDIA and speculators layouts)"
     head = Eagle3
     what = "an EAGLE-3 head"
+    saved_config = staticmethod(speculators_config)
 
     @classmethod
     def called(cls, parallel: bool) -> str:
@@ -156,11 +156,6 @@ class Eagle3Drafter(ShiftedDrafter):
         full = len(plan.projection)
         kept = torch.randperm(full)[:RANDOM_VOCAB].sort().values if full > RANDOM_VOCAB else None
         return replace(plan, vocabulary=kept, mask_token_id=len(plan.embedding) - 1)
-
-    @classmethod
-    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
-        """The configuration of the speculators layout."""
-        return speculators_config(head, record)
 
     @classmethod
     def saved_tensors(cls, head: DraftHead) -> dict[str, Tensor]:

@@ -113,6 +113,13 @@ class HeadDrafter(Drafter):
         return HeadPlan(model, plain_layer(text, len(embedding.weight)), features, steps=options.num_speculative_tokens)
 
     @classmethod
+    def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:
+        """A random head after :meth:`plan_random`. With ``draft.parallel``, it can draft in parallel."""
+        head = cls.new_head(cls.called(bool(getattr(options, "parallel", None))), cls.plan_random(model, options))
+        head.module.eval().requires_grad_(False)
+        return head
+
+    @classmethod
     @abstractmethod
     def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
         """An untrained head in float32 on the target's device, for one of :attr:`Config`'s ``trains``.
@@ -136,9 +143,9 @@ class HeadDrafter(Drafter):
                 f"{reads} the target's last hidden state, hs[{features[0]}]; leave head.feature_layers out."
             )
 
-    @classmethod
+    @staticmethod
     @abstractmethod
-    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
+    def saved_config(head: DraftHead, record: Record) -> dict[str, Any]:
         """The ``config.json`` of a head in the layout that this drafter writes.
 
         Raises:

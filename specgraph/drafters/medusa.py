@@ -215,14 +215,14 @@ class MedusaDrafter(HeadDrafter):
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: MedusaDraftConfig) -> DraftHead:
-        """One head with one block for each draft."""
+        """One head with one block for each draft, whose projection is none that the target has."""
         plan = cls.plan_random(model, options)
         rows, size = plan.projection.shape
         module = Medusa.of(plan.steps, 1, size, rows).to(plan.projection)
         return DraftHead(module.eval().requires_grad_(False), plan.features)
 
-    @classmethod
-    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
+    @staticmethod
+    def saved_config(head: DraftHead, record: Record) -> dict[str, Any]:
         """The configuration of the released layout."""
         return {"medusa_num_heads": len(head.module), "medusa_num_layers": len(head.module[0]) - 1,
                 "base_model_name_or_path": record.target_name}  # fmt: skip

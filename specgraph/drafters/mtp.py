@@ -266,8 +266,8 @@ class MtpDrafter(HeadDrafter):
             modules.append(module)
         return DraftHead(Mtp(modules), plan.features)
 
-    @classmethod
-    def saved_config(cls, head: DraftHead, record: Record) -> dict[str, Any]:
+    @staticmethod
+    def saved_config(head: DraftHead, record: Record) -> dict[str, Any]:
         """The configuration of the speculators layout.
 
         The layout holds one module. Further ones are numbered on, and ``mtp_options`` says how they are used.

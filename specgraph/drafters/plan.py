@@ -25,6 +25,7 @@ class HeadPlan:
         features: the indices of the target's hidden states that the head reads.
         vocabulary: int64 ``[Vd]``, the target ids that the head can draft, ascending; None for all.
         mask_token_id: the mask token of a head that drafts in parallel.
+        mask_embedding: whether a block head learns an embedding for it.
         steps: the number of drafts that the head is trained for.
         family: an option of MTP, see :class:`~specgraph.drafters.mtp_module.MtpOptions`.
         causal: an option of block heads, see :class:`~specgraph.drafters.dflash_module.BlockMask`.
@@ -38,6 +39,7 @@ class HeadPlan:
     features: tuple[int, ...]
     vocabulary: Tensor | None = None
     mask_token_id: int | None = None
+    mask_embedding: bool = True
     steps: int = 1
     family: str = "chained"
     causal: bool = False

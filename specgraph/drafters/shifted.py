@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from specgraph.drafters.base import DraftHead, Target
 from specgraph.drafters.chain import BODY, FEATURES, HEAD, ChainDrafter
@@ -155,10 +155,3 @@ class ShiftedDrafter(ChainDrafter, DecoderHeadDrafter):
             mask = Mask(head.mask_token_id, module.masked().flatten())
         return cls(options.num_speculative_tokens, export_shifted(module), {BODY: module.info}, head.features,
                    module.draft_to_target, mask, head.parallel)  # fmt: skip
-
-    @classmethod
-    def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:
-        """A random head after :meth:`plan_random`. With ``draft.parallel``, it can draft in parallel."""
-        head = cls.new_head(cls.called(bool(getattr(options, "parallel", None))), cls.plan_random(model, options))
-        head.module.eval().requires_grad_(False)
-        return head
