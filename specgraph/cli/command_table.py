@@ -15,7 +15,6 @@ from specgraph.bench.config import BenchConfig
 from specgraph.cli.keys import DiffConfig, DumpConfig, ExploreConfig, GenerateConfig, InspectConfig
 from specgraph.config import Config, DraftConfig, group_choices
 from specgraph.config.drafters import trained_by
-from specgraph.config.errors import did_you_mean
 from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 
@@ -119,25 +118,6 @@ def options_of(name: str, cfg: DictConfig) -> Any:
     return OmegaConf.to_object(cfg)
 
 
-def trained_head(name: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides, with the head that ``train`` trains in the key ``algorithm`` in the place of ``draft``.
-
-    Raises:
-        ConfigError: ``draft=`` names nothing that can be trained.
-    """
-    if name != "train":
-        return list(overrides)
-    heads = list(trained_by())
-    chosen = [override.removeprefix("draft=") for override in overrides if override.startswith("draft=")]
-    for value in ",".join(chosen).split(",") if chosen else ():
-        if value not in heads:
-            raise ConfigError(
-                f"There is no draft={value} to train{did_you_mean(value, heads)}; draft is {', '.join(heads[:-1])} "
-                f"or {heads[-1]}, a head for the target in model=PATH."
-            )
-    return [re.sub("^draft=", "algorithm=", override) for override in overrides]
-
-
 def draft_paths(name: str, overrides: Sequence[str], sweep: bool) -> list[str]:
     """The overrides with ``draft=PATH`` replaced by ``draft.model=PATH``, since the checkpoint determines the drafter.
 
@@ -148,7 +128,7 @@ def draft_paths(name: str, overrides: Sequence[str], sweep: bool) -> list[str]:
         ConfigError: there is no such file, or another override names the draft as well.
     """
     given = [override for override in overrides if override.startswith("draft=")]
-    if not given or name == "train" or not issubclass(COMMANDS[name].schema(), Config):
+    if not given or not issubclass(COMMANDS[name].schema(), Config):
         return list(overrides)
     names, value = group_choices("draft"), unquoted(given[-1].partition("=")[2])
     values = value.split(",") if sweep and not _exists(value) else [value]

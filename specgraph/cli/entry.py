@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from specgraph.cli.command_table import COMMANDS, draft_paths, literal, trained_head, unquoted
+from specgraph.cli.command_table import COMMANDS, draft_paths, literal, unquoted
 from specgraph.cli.flags import read_flags
 from specgraph.cli.generation import refuse_arguments
 from specgraph.cli.help import help_text, overview
@@ -72,7 +72,6 @@ def _run(name: str, flags: Mapping[str, str], overrides: Sequence[str]) -> int:
     if name == "generate":
         refuse_arguments([*map(str, given), *overrides])
     overrides = draft_paths(name, [_literal(item, TEXTS if sweep else TEXTS + PATHS) for item in overrides], sweep)
-    overrides = trained_head(name, overrides)
     command, schema = COMMANDS[name], COMMANDS[name].schema()
     points = jobs(overrides, command.base, folder) if sweep else [overrides]
     status, results = 0, list[tuple[list[str], dict[str, str]]]()
@@ -132,7 +131,7 @@ def _keys(name: str) -> dict[str, bool]:
     """The keys of a command, and whether each is true or false."""
     every = compose(COMMANDS[name].schema(), base=COMMANDS[name].base)
     found = {key: (allowed_at(key, every) or "").startswith("true or false") for key in keys(every)}
-    return {FILE: False, **({"draft": False} if name == "train" else {}), **found}
+    return {FILE: False, **found}
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, cast
 
 from specgraph.config.drafters import trained_by
+from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -141,8 +142,8 @@ class HeadTrainConfig:
     """cpu or cuda; auto takes a GPU if there is one."""
     trust_remote_code: bool = False
     """Run the code of a model or tokenizer that is not transformers' own."""
-    algorithm: str = "eagle3"
-    """The kind of head that is trained, as chosen by draft=."""
+    draft: str = "eagle3"
+    """The kind of head that is trained."""
     data: str = ""
     """The questions: a .jsonl file with the fields question and answer."""
     output: str = "outputs/head"
@@ -164,7 +165,7 @@ class HeadTrainConfig:
         """The class of the drafter whose head this run trains."""
         from specgraph.drafters.registry import drafter_class
 
-        return cast("type[HeadDrafter]", drafter_class(trained_by()[self.algorithm]))
+        return cast("type[HeadDrafter]", drafter_class(trained_by()[self.draft]))
 
     @property
     def rollout_file(self) -> str:
@@ -186,11 +187,15 @@ def check_dtype(device: str, dtype: str) -> None:
 
 def check_head_config(cfg: HeadTrainConfig) -> None:
     """Raise ``ConfigError`` for the first value that is out of range, with its key and the allowed values."""
+    if cfg.draft not in trained_by():
+        *others, last = trained_by()
+        raise ConfigError(
+            f"There is no draft={cfg.draft} to train{did_you_mean(cfg.draft, trained_by())}; draft is "
+            f"{', '.join(others)} or {last}, a head for the target in model=PATH."
+        )
     for key, example in (("model", "PATH, the folder or name of a causal LM"), ("data", "path/to/questions.jsonl")):
         if not getattr(cfg, key):
             raise ConfigError(f"{key} is not set: give {key}={example}.")
-    if cfg.algorithm not in trained_by():
-        raise ConfigError(f"draft={cfg.algorithm} cannot be trained: use draft={' or draft='.join(trained_by())}.")
     for key, (*others, last) in KINDS.items():
         if (given := getattr(cfg.head, key)) not in (*others, last):
             raise ConfigError(f"head.{key}={given!r} is not known: use {', '.join(others)} or {last}.")

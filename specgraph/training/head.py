@@ -41,7 +41,7 @@ def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, docume
         steps=cfg.chain.steps,
         **{name: getattr(cfg.head, name) for name in OPTIONS},
     )
-    return drafter.new_head(cfg.algorithm, plan)
+    return drafter.new_head(cfg.draft, plan)
 
 
 @torch.no_grad()

@@ -63,7 +63,7 @@ class HeadLoop:
         done, optim = self.progress, self.cfg.optim
         self._began = time.monotonic() - done.seconds
         batches = shuffled(documents, optim.batch_size, pad_id, self.cfg.seed, question_weight=0.0)
-        with Progress(self.cfg.algorithm, optim.steps, True, done=done.step, keep=True) as bar:
+        with Progress(self.cfg.draft, optim.steps, True, done=done.step, keep=True) as bar:
             for batch in itertools.islice(batches, done.step, None):
                 if self._finished():
                     break
@@ -100,8 +100,9 @@ class HeadLoop:
         device = self.teacher.device
         tokens = batch.tokens.to(device, non_blocking=True)
         chosen = [chosen.to(device, non_blocking=True) for chosen in rows]
+        lesson = self.teacher(tokens)
         with self.teacher.autocast():
-            losses: Tensor = self.trained(tokens, self.teacher(tokens), chosen)
+            losses: Tensor = self.trained(tokens, lesson, chosen)
         return self.updates.update((losses * step_weights(self.cfg.chain, device)).sum(), self._lr_factor())
 
     def _report(self, heldout: Sequence[Encoded]) -> Note:

@@ -113,7 +113,7 @@ def _train(
     progress, measured = loop.run(learned, heldout, pad_id)
     save()
     report = HeadTrainReport(
-        algorithm=cfg.algorithm,
+        algorithm=cfg.draft,
         parameters=sum(p.numel() for p in head.module.parameters() if p.requires_grad),
         steps=progress.step,
         seconds=progress.seconds,
@@ -137,7 +137,7 @@ def _save(head: DraftHead, model: PreTrainedModel, cfg: HeadTrainConfig) -> None
         bf16_copy(head),
         cfg.output,
         target_name=cfg.model,
-        algorithm=cfg.algorithm,
+        algorithm=cfg.draft,
         num_speculative_tokens=cfg.chain.steps,
         shared=model.parameters(),
         target_architectures=list(model.config.architectures or []),

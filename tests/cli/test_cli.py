@@ -560,7 +560,7 @@ def test_train_gets_its_structured_configuration(
     from specgraph import training
 
     def stop(model: object, tokenizer: object, cfg: training.HeadTrainConfig) -> None:
-        raise PassError(f"{type(cfg).__name__} {cfg.algorithm} {cfg.data} {cfg.optim.steps} {cfg.head.layers}")
+        raise PassError(f"{type(cfg).__name__} {cfg.draft} {cfg.data} {cfg.optim.steps} {cfg.head.layers}")
 
     monkeypatch.setattr(training, "train_head", stop)
     given = [f"model={model}", "data=x.jsonl", "draft=medusa", "optim.steps=5", "head.layers=2"]

@@ -124,7 +124,7 @@ def test_drawn_anchors_are_tokens_of_answers() -> None:
 
 
 def settings(folder: Path, **head_options: Any) -> HeadTrainConfig:
-    config = replace(run_of(folder), algorithm="dflash", head=HeadConfig(model_type="qwen3", **head_options))
+    config = replace(run_of(folder), draft="dflash", head=HeadConfig(model_type="qwen3", **head_options))
     config.chain.steps, config.chain.anchors = 4, 0.5
     return config
 
@@ -177,7 +177,7 @@ def test_only_drafts_of_a_causal_head_do_not_depend_on_their_number(causal: bool
 
 def test_a_new_head() -> None:
     """It has the published number of layers, reads no embeddings, and drafts a part of the vocabulary if asked to."""
-    model, config = small_target(), HeadTrainConfig(model="target", data="x", algorithm="dflash")
+    model, config = small_target(), HeadTrainConfig(model="target", data="x", draft="dflash")
     made = build_head(model, replace(config, chain=ChainConfig(steps=6)), 1, [])
     assert (len(made.module.layers), made.module.config.block_size, made.features) == (5, 7, (1, 2))
     std = model.get_input_embeddings().weight.std()

@@ -36,7 +36,7 @@ from tests.models import exact_norms
 def head(kind: str, rank: int = 6, steps: int = 5, confidence: bool = True) -> DraftHead:
     """A new head for the target of the tests with random weights, computing in float64 throughout."""
     options = HeadConfig(layers=2, model_type="qwen3", markov_rank=rank, markov_kind=kind, confidence=confidence)
-    config = HeadTrainConfig(model="x", data="x", algorithm="dspark", head=options, chain=ChainConfig(steps=steps))
+    config = HeadTrainConfig(model="x", data="x", draft="dspark", head=options, chain=ChainConfig(steps=steps))
     torch.manual_seed(5)
     made = build_head(target(), config, 7, [])
     made.module.double()
@@ -140,7 +140,7 @@ def test_training_lowers_the_loss_and_the_saved_head_drafts_as_trained(
     monkeypatch.setattr(training_run, "Teacher", functools.cache(Teacher))
     monkeypatch.setattr(training_run, "bf16_copy", lambda given: saved.append(bf16_copy(given)) or saved[-1])
     options = HeadConfig(layers=1, model_type="qwen3", markov_rank=8, markov_kind="rnn")
-    config = replace(run_of(tmp_path), algorithm="dspark", head=options)
+    config = replace(run_of(tmp_path), draft="dspark", head=options)
     config.chain.steps = 4
     losses = [loss for _, loss in train_head(model, tokenizer(), config).progress.losses]
     assert losses[-1] < losses[0]
@@ -168,7 +168,7 @@ def test_training_lowers_the_loss_and_the_saved_head_drafts_as_trained(
     ],
 )
 def test_settings_out_of_range(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    config = replace(run_of(tmp_path), algorithm="dspark", head=HeadConfig(**changes))
+    config = replace(run_of(tmp_path), draft="dspark", head=HeadConfig(**changes))
     with pytest.raises(ConfigError) as raised:
         train_head(small_target(), tokenizer(), config)
     assert words in str(raised.value)

@@ -510,7 +510,7 @@ def run_of(folder: Path) -> HeadTrainConfig:
     optim = OptimConfig(steps=6, batch_size=4, learning_rate=0.01, warmup_steps=1, eval_every=2,
                             checkpoint_every=2)  # fmt: skip
     return HeadTrainConfig(
-        model="target", algorithm="eagle", data=str(folder / "data.jsonl"), output=str(folder / "head"), heldout=2,
+        model="target", draft="eagle", data=str(folder / "data.jsonl"), output=str(folder / "head"), heldout=2,
         eval_drafts=2, max_length=64, chain=ChainConfig(steps=2), optim=optim,
         rollout=RolloutConfig(max_new_tokens=8, file=str(folder / "answers")),
     )  # fmt: skip
@@ -568,4 +568,4 @@ def test_settings_without_a_place_are_refused(changes: dict[str, Any], words: st
 
 def test_train_is_told_by_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "draft=eagle", "--cfg", "job"]) == 0
-    assert "algorithm: eagle\n" in capsys.readouterr().out
+    assert "draft: eagle\n" in capsys.readouterr().out

@@ -628,7 +628,7 @@ def teacher(model: PreTrainedModel, layers: tuple[int, ...]) -> Teacher:
 @pytest.mark.parametrize("head", [{}, {"layers": 2}, {"draft_vocab_size": 40}])
 def test_loss_equals_a_naive_one(head: dict[str, Any]) -> None:
     cfg = ChainConfig(steps=STEPS)
-    made = build_head(target(), HeadTrainConfig(algorithm="medusa", head=HeadConfig(**head), chain=cfg), 1, TEXTS)
+    made = build_head(target(), HeadTrainConfig(draft="medusa", head=HeadConfig(**head), chain=cfg), 1, TEXTS)
     module = made.module.double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -672,14 +672,14 @@ def test_measured_acceptance_is_that_of_the_decoder() -> None:
 
 
 def test_a_new_head_starts_with_the_logits_of_the_target() -> None:
-    made = build_head(target(), HeadTrainConfig(algorithm="medusa", chain=ChainConfig(steps=2)), 1, TEXTS)
+    made = build_head(target(), HeadTrainConfig(draft="medusa", chain=ChainConfig(steps=2)), 1, TEXTS)
     hidden = last_hidden(*greedy()[0]).float()
     projection: Any = target().get_output_embeddings()
     for head in made.module:
         assert torch.equal(head(hidden), F.linear(hidden, projection.weight.float()))
     assert all(parameter.requires_grad for parameter in made.module.parameters())
     for layers in ([1], [1, 2]):  # a checkpoint says nothing about it
-        bad = HeadTrainConfig(algorithm="medusa", head=HeadConfig(feature_layers=layers))
+        bad = HeadTrainConfig(draft="medusa", head=HeadConfig(feature_layers=layers))
         with pytest.raises(ConfigError, match=r"last hidden state, hs\[2\]; leave head\.feature_layers out"):
             build_head(target(), bad, 1, TEXTS)
 
@@ -704,7 +704,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small(data: Path, output: Path) -> HeadTrainConfig:
     return HeadTrainConfig(
-        model="target", algorithm="medusa", data=str(data), output=str(output), heldout=2, max_length=64, seed=5,
+        model="target", draft="medusa", data=str(data), output=str(output), heldout=2, max_length=64, seed=5,
         eval_drafts=2, chain=ChainConfig(steps=2),
         rollout=RolloutConfig(max_new_tokens=8, file=str(data.with_name("answers"))),
         optim=OptimConfig(steps=6, batch_size=4, learning_rate=0.01, warmup_steps=1, eval_every=2,
@@ -784,4 +784,4 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
 
 def test_the_command_knows_medusa(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "draft=medusa", "--cfg", "job"]) == 0
-    assert "algorithm: medusa" in capsys.readouterr().out
+    assert "draft: medusa" in capsys.readouterr().out

@@ -326,7 +326,7 @@ def test_what_is_trained_is_what_is_drafted() -> None:
 def test_a_module_of_a_recurrent_target_is_trained_and_used(tmp_path: Path) -> None:
     model = small_target(DENSE)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config = replace(run_of(tmp_path), algorithm="mtp", head=HeadConfig(layers=1), eval_drafts=3)
+    config = replace(run_of(tmp_path), draft="mtp", head=HeadConfig(layers=1), eval_drafts=3)
     config.chain.steps = 3
     losses = [loss for _, loss in train_head(model, tokenizer(), config).progress.losses]
     assert losses[-1] < losses[0]

@@ -72,7 +72,7 @@ def test_training_lowers_the_loss_and_the_saved_modules_are_the_trained_ones(
     buffers = {name: (t.clone(), t.dtype) for name, t in model.named_buffers()}
     monkeypatch.setattr(training_run, "Teacher", functools.cache(Teacher))
     monkeypatch.setattr(training_run, "bf16_copy", lambda given: saved.append(bf16_copy(given)) or saved[-1])
-    config = replace(run_of(tmp_path), algorithm="mtp", head=HeadConfig(layers=2, family=family), eval_drafts=3)
+    config = replace(run_of(tmp_path), draft="mtp", head=HeadConfig(layers=2, family=family), eval_drafts=3)
     config.chain.steps = 3
     report = train_head(model, tokenizer(), config)
     losses = [loss for _, loss in report.progress.losses]
@@ -105,7 +105,7 @@ def test_training_lowers_the_loss_and_the_saved_modules_are_the_trained_ones(
     ],
 )
 def test_settings_that_modules_do_not_have(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    config = replace(run_of(tmp_path), algorithm="mtp", head=HeadConfig(**changes))
+    config = replace(run_of(tmp_path), draft="mtp", head=HeadConfig(**changes))
     with pytest.raises(ConfigError) as raised:
         train_head(small_target(), tokenizer(), config)
     assert words in str(raised.value)

@@ -87,7 +87,7 @@ def config(**changes: Any) -> HeadTrainConfig:
 
 def make_head(target: PreTrainedModel, algorithm: str, **head: Any) -> DraftHead:
     torch.manual_seed(3)
-    cfg = config(algorithm=algorithm, head=HeadConfig(**head), chain=ChainConfig(steps=STEPS))
+    cfg = config(draft=algorithm, head=HeadConfig(**head), chain=ChainConfig(steps=STEPS))
     return build_head(target, cfg, 1, TEXTS)
 
 
@@ -256,7 +256,7 @@ def small(data: Path, output: Path, **optim: Any) -> HeadTrainConfig:
         "checkpoint_every": 2,
     }
     return config(
-        algorithm="peagle", data=str(data), output=str(output), heldout=2, max_length=64, seed=5,
+        draft="peagle", data=str(data), output=str(output), heldout=2, max_length=64, seed=5,
         chain=ChainConfig(steps=2, keep=0.5), optim=OptimConfig(**(settings | optim)),
         rollout=RolloutConfig(max_new_tokens=8, file=str(data.with_name("answers"))),
     )  # fmt: skip
@@ -318,7 +318,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
 @pytest.mark.parametrize("algorithm", ["eagle3", "eagle", "medusa", "dflash"])
 def test_a_target_may_be_in_bf16_on_a_cpu(tokenizer: Any, data: Path, tmp_path: Path, algorithm: str) -> None:
     target = make_model("llama", vocab_size=64, num_hidden_layers=3, eos_token_id=0, pad_token_id=1, bos_token_id=None)
-    cfg = dataclasses.replace(small(data, tmp_path), algorithm=algorithm, chain=ChainConfig(steps=2))
+    cfg = dataclasses.replace(small(data, tmp_path), draft=algorithm, chain=ChainConfig(steps=2))
     report = train_head(target.to(torch.bfloat16), tokenizer, cfg)
     losses = [loss for _, loss in report.progress.losses]
     assert losses[-1] < losses[0]
@@ -361,7 +361,7 @@ def test_feature_layers() -> None:
     ("changes", "message"),
     [
         ({"data": ""}, "data is not set: give data=path/to/questions.jsonl."),
-        ({"algorithm": "ngram"}, f"draft=ngram cannot be trained: use draft={' or draft='.join(trained_by())}."),
+        ({"draft": "ngram"}, "There is no draft=ngram to train; draft is dflash, dspark, eagle,"),
         ({"eval_drafts": 9}, "eval_drafts=9 is more than chain.steps=2"),
         ({"heldout": 12}, "heldout=12 of 12 documents is out of range"),
         ({"head": HeadConfig(model_type="gpt2")}, "head.model_type='gpt2' is not known: use llama or qwen3."),
@@ -438,7 +438,7 @@ def test_help_and_configuration_of_a_head(capsys: pytest.CaptureFixture[str]) ->
     assert f"usage: python -m specgraph train draft={'|'.join(trained_by())} model=PATH" in shown
     assert "optim.learning_rate" in shown and "The learning rate at the end of the warm-up." in shown
     assert main(["train", "draft=peagle", "--cfg", "job"]) == 0
-    assert "algorithm: peagle" in capsys.readouterr().out
+    assert "draft: peagle" in capsys.readouterr().out
     assert main(["train", "--help"]) == 0
     assert "distil" not in capsys.readouterr().out
 
