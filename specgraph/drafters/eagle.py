@@ -54,15 +54,9 @@ class Eagle(ShiftedHead):
         (hidden,) = features
         return hidden
 
-    def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
-        """Estimates ``[B, T, H]`` of the next hidden states, from int64 ``[B, T]`` twice and ``[B, T, H]``."""
-        embedding = self.embed_tokens(tokens)
-        options["position_embeddings"] = self.rotary(embedding, positions)
-        options.setdefault("attention_mask", None)
-        rows: Tensor = self.fc(torch.cat([embedding, hidden], dim=-1))
-        for layer in self.layers:
-            rows = layer(rows, **options)
-        return rows
+    def first_layer(self, embedding: Tensor, hidden: Tensor, **options: Any) -> Tensor:
+        """The first layer behind ``fc``, whose result estimates the next hidden states, as that of further layers."""
+        return self.layers[0](self.fc(torch.cat([embedding, hidden], dim=-1)), **options)
 
     @torch.no_grad()
     def start_from_hidden(self) -> None:

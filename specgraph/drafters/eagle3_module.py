@@ -96,19 +96,9 @@ class Eagle3(ShiftedHead):
             features = tuple(norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True))
         return self.fc(self.input_norm(torch.cat(features, dim=-1)))
 
-    def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
-        """Run the layers: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, without the last norm.
-
-        ``options`` go to the attention layers of transformers, such as a mask or a cache.
-        """
-        embedding = self.embed_tokens(tokens)
-        options["position_embeddings"] = self.rotary(embedding, positions)
-        options.setdefault("attention_mask", None)
-        first, *others = self.layers
-        hidden = first(embedding, hidden, **options)
-        for layer in others:
-            hidden = layer(hidden, **options)
-        return hidden
+    def first_layer(self, embedding: Tensor, hidden: Tensor, **options: Any) -> Tensor:
+        """The layer that reads both side by side."""
+        return self.layers[0](embedding, hidden, **options)
 
     def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[B, R, Vd]`` of rows that :meth:`forward` gave, and the hidden state that the next draft reads."""

@@ -34,11 +34,21 @@ class ShiftedHead(DecoderHead):
     mask_hidden: nn.Parameter | None
 
     @abstractmethod
+    def first_layer(self, embedding: Tensor, hidden: Tensor, **options: Any) -> Tensor:
+        """Join the embeddings and the hidden states ``[B, T, H]``, and run the first layer: ``[B, T, H]``."""
+
     def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
         """Run the layers: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, without the last norm.
 
         ``options`` go to the attention layers of transformers, such as a mask or a cache.
         """
+        embedding = self.embed_tokens(tokens)
+        options["position_embeddings"] = self.rotary(embedding, positions)
+        options.setdefault("attention_mask", None)
+        hidden = self.first_layer(embedding, hidden, **options)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, **options)
+        return hidden
 
     @abstractmethod
     def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
