@@ -35,6 +35,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 import specgraph
@@ -44,6 +46,7 @@ from specgraph.drafters.eagle3 import Eagle3Drafter
 from specgraph.errors import ConfigError, PassError
 from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
+from tests.drafters.test_draft_model import oracle as plain_oracle
 from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run
 from tests.models import double_model, exact_norms, make_head, make_model, ragged_prompts
 from tests.pairwise import cover, product
@@ -99,38 +102,41 @@ def forced(name: str, parallel: bool, k: int, rule: str = "strict", bug: str | N
 
 
 def oracle(name: str, parallel: bool) -> NextLogits:
-    """Next logits of a draft, by transformers' layers without a cache."""
-    of_one = _model_logits if name == "pard" else functools.partial(_head_logits, head(name))
+    """Next logits of a draft, by transformers' layers without a cache, of all sequences in one batch."""
 
     @torch.no_grad()
     def next_logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:
-        return torch.stack([of_one(a, d, parallel) for a, d in zip(accepted, drafted, strict=True)])
+        fed = [[MASK] * len(drafts) for drafts in drafted] if parallel else drafted
+        return (
+            plain_oracle(pard())(accepted, fed) if name == "pard" else _head_logits(head(name), accepted, fed, parallel)
+        )
 
     return next_logits
 
 
-def _model_logits(accepted: list[int], drafted: list[int], parallel: bool) -> Tensor:
-    ids = torch.tensor([[*accepted, *([MASK] * len(drafted) if parallel else drafted)]])
-    return pard()(input_ids=ids, use_cache=False).logits[0, -1]
-
-
-def _head_logits(given: DraftHead, accepted: list[int], drafted: list[int], parallel: bool) -> Tensor:
-    module = given.module
-    known = target()(input_ids=torch.tensor([accepted[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
-    hidden = module.combine(*(known[k] for k in given.features))
-    tokens = accepted[1:]
-    for token in drafted:
+def _head_logits(
+    given: DraftHead, accepted: Sequence[list[int]], fed: Sequence[list[int]], parallel: bool
+) -> Tensor:  # fmt: skip
+    """Padding on the right is not seen, since attention is causal."""
+    module, every, drafts = given.module, torch.arange(len(accepted)), torch.tensor(fed).long()
+    ids = pad_sequence([*map(torch.tensor, accepted)], batch_first=True)
+    known = target()(input_ids=ids[:, :-1], use_cache=False, output_hidden_states=True).hidden_states
+    hidden = pad(module.combine(*(known[k] for k in given.features)), (0, 0, 0, drafts.shape[1]))
+    tokens = pad(ids[:, 1:], (0, drafts.shape[1]))
+    last = torch.tensor([len(tokens) - 2 for tokens in accepted])
+    for draft in drafts.unbind(1):
         if parallel:
             parts = module.mask_hidden.view(1, 1, -1).split(module.config.target_hidden_size, -1)
-            following, token = module.combine(*parts), MASK
+            following = module.combine(*parts)[0]
         else:
-            following = module.predict(_rows(module, tokens, hidden)[:, -1:])[1]
-        tokens, hidden = [*tokens, token], torch.cat([hidden, following], dim=1)
-    return module.predict(_rows(module, tokens, hidden)[:, -1:])[0][0, 0]
+            following = module.predict(_rows(module, tokens, hidden)[every, last])[1]
+        last = last + 1
+        tokens[every, last], hidden[every, last] = draft, following
+    return module.predict(_rows(module, tokens, hidden)[every, last])[0]
 
 
-def _rows(module: torch.nn.Module, tokens: list[int], hidden: Tensor) -> Tensor:
-    rows: Tensor = module(torch.tensor([tokens]), torch.arange(len(tokens)).unsqueeze(0), hidden)
+def _rows(module: torch.nn.Module, tokens: Tensor, hidden: Tensor) -> Tensor:
+    rows: Tensor = module(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), hidden)
     return rows
 
 
