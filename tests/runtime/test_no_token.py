@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import specgraph
 from specgraph import InputError, NumericsError, SpecgraphWarning, SpeculativeDecoder
 from tests.decoding import CONFIG, compiled
+from tests.pairwise import cover, product
 
 FOLDER = Path(__file__).parents[2] / "examples/models/tiny-math"
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER / "target")
@@ -69,8 +70,10 @@ EMPTY: dict[str, tuple[dict[str, Any], list[int], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", EMPTY)
+AXES = {"decoder": (*KINDS,), "name": (*EMPTY,), "temperature": (0.0, 1.0)}
+
+
+@pytest.mark.parametrize([*AXES], cover(product(AXES), (0, 1)), indirect=["decoder"])
 def test_one_sequence_ends_with_a_sentence_and_the_others_are_what_they_are_alone(
     decoder: SpeculativeDecoder, name: str, temperature: float
 ) -> None:
