@@ -51,6 +51,11 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return exported
 
 
+def llama(**options: Any) -> PreTrainedModel:
+    """One layer is enough for what may make an export another one."""
+    return make_model("llama", num_hidden_layers=1, **options)
+
+
 def fresh(model: PreTrainedModel) -> TracedModel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "_exported", EXPORT)
@@ -80,10 +85,9 @@ def held(traced: TracedModel) -> set[int]:
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "gpt2", "gemma2", "qwen3_next", "mamba2"])
 def test_an_equal_model_gets_the_graphs_with_its_own_tensors(architecture: str, exported: list[object]) -> None:
     models = [make_model(architecture, seed=seed) for seed in range(2)]
-    graphs = [trace(model) for model in (*models, models[0])]
+    graphs, new_graphs = [trace(model) for model in (*models, models[0])], [fresh(model) for model in models]
     assert exported == models[:1]
-    for model, made in zip((*models, models[0]), graphs, strict=True):
-        new = fresh(model)
+    for model, made, new in zip((*models, models[0]), graphs, (*new_graphs, new_graphs[0]), strict=True):
         assert str(made.body.graph) == str(new.body.graph)
         assert str(made.head.graph) == str(new.head.graph)
         assert made.info == new.info
@@ -96,7 +100,7 @@ def test_an_equal_model_gets_the_graphs_with_its_own_tensors(architecture: str, 
 
 
 def test_tied_tensors_stay_tied(exported: list[object]) -> None:
-    models = [make_model("llama", seed=seed, tie_word_embeddings=True) for seed in range(2)]
+    models = [llama(seed=seed, tie_word_embeddings=True) for seed in range(2)]
     for model in models:
         made = trace(model)
         with torch.no_grad():
@@ -107,7 +111,7 @@ def test_tied_tensors_stay_tied(exported: list[object]) -> None:
 
 @pytest.mark.usefixtures("exported")
 def test_what_is_done_to_a_graph_reaches_no_other_one() -> None:
-    model = make_model("llama")
+    model = llama()
     first = trace(model)
     expected = logits(first)
     for node in first.body.graph.nodes:
@@ -163,7 +167,7 @@ def freeze(model: Any) -> None:
 def test_a_model_that_was_changed_is_exported_again(
     change: Callable[[PreTrainedModel], object], exported: list[object]
 ) -> None:
-    plain, changed = make_model("llama"), make_model("llama")
+    plain, changed = llama(), llama()
     assert key_of(plain) == key_of(changed)
     trace(changed)
     change(changed)
@@ -213,7 +217,7 @@ def hold_own_class(model: Any) -> None:
 def test_what_cannot_be_compared_is_exported_every_time(
     change: Callable[[PreTrainedModel], object], exported: list[object]
 ) -> None:
-    model = make_model("llama")
+    model = llama()
     change(model)
     with pytest.raises(UnknownKeyError):
         key_of(model)
@@ -239,14 +243,14 @@ def times_two(hidden: Any) -> Any:
 def test_a_model_that_runs_code_of_a_user_is_never_kept(
     owner: Any, name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_model("llama")
+    model = llama()
     monkeypatch.setattr(owner, name, value, raising=False)
     with pytest.raises(UnknownKeyError):
         key_of(model)
 
 
 def test_nothing_is_kept_while_all_modules_have_a_hook(exported: list[object]) -> None:
-    model = make_model("llama")
+    model = llama()
     plain = logits(trace(model))
 
     def double(module: nn.Module, args: Any, out: Any) -> Any:
@@ -278,21 +282,21 @@ def test_a_module_with_a_buffer_that_is_no_plain_memory_is_never_kept(value: Ten
 def test_code_that_was_replaced_is_other_code(
     owner: Any, name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_model("llama")
+    model = llama()
     before = key_of(model)
     monkeypatch.setattr(owner, name, value)
     assert key_of(model) != before
 
 
 def test_a_table_of_functions_that_was_changed_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("llama")
+    model = llama()
     before = key_of(model)
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "dynamic", ROPE_INIT_FUNCTIONS["yarn"])
     assert key_of(model) != before
 
 
 def test_what_is_kept_holds_no_model() -> None:
-    model = make_model("llama")
+    model = llama()
     weights = [weakref.ref(tensor) for tensor in model.parameters()]
     trace(model)
     del model
