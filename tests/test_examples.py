@@ -17,13 +17,24 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ("quickstart", "batch_with_draft_model", "own_pass", "read_a_dump")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_example_runs(name: str, tmp_path: Path) -> None:
+ONE_AFTER_ANOTHER = """
+import os, runpy, sys
+for path in sys.argv[1:]:
+    sys.argv = [path]
+    print(f"\\f{os.path.basename(path)}")
+    runpy.run_path(path, run_name="__main__")
+"""
+"""Runs scripts in one process, since each process imports PyTorch and transformers for four seconds."""
+
+
+def test_examples_run(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], cwd=tmp_path, env=environment, capture_output=True,
-                          text=True, timeout=300, check=False)  # fmt: skip
+    command = [sys.executable, "-c", ONE_AFTER_ANOTHER, *(str(EXAMPLES / f"{name}.py") for name in NAMES)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
+                          check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    shown = dict(section.split("\n", 1) for section in done.stdout.split("\f")[1:])
+    assert [*shown] == [f"{name}.py" for name in NAMES] and all(text.strip() for text in shown.values())
 
 
 @pytest.mark.skipif(shutil.which(compiler()) is None, reason="there is no C++ compiler")
