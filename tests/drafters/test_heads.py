@@ -179,9 +179,10 @@ def test_rejected_rows_are_never_read(name: str, parallel: bool) -> None:
     check_oracle(run, oracle(name, parallel), "strict")
 
 
-@pytest.mark.parametrize("rule", ["strict", "block"])
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("name", ["two qwen3 layers", "pard"])
+REAL = {"name": ("two qwen3 layers", "pard"), "parallel": (False, True), "rule": ("strict", "block")}
+
+
+@pytest.mark.parametrize([*REAL], cover(product(REAL), (0, 1)))
 def test_real_decoding_passes_every_detector(name: str, parallel: bool, rule: str) -> None:
     run = real_run(decoder(name, parallel, 4, rule), ragged_prompts((3, 17, 8)), (30, 41, 23))
     assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
@@ -272,9 +273,10 @@ def _expected() -> list[Tensor]:
     return _decode(compiled(gemma(), "none", 1))
 
 
-@pytest.mark.parametrize("k", [1, 3, 7])
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+KINDS = {"k": (1, 3, 7), "kind": ("eagle3", "draft_model"), "parallel": (False, True)}
+
+
+@pytest.mark.parametrize([*KINDS], cover(product(KINDS), (0, 1)))
 def test_tokens_are_those_of_plain_decoding(kind: str, parallel: bool, k: int) -> None:
     """For a target that caps its logits; ``test_matrix`` has others."""
     options = {"kind": kind, "num_speculative_tokens": k, "parallel": parallel, "mask_token_id": MASK}

@@ -32,6 +32,7 @@ from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import first
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
 from tests.models import make_head, make_model, ragged_prompts
+from tests.pairwise import cover, product
 
 END = 2
 """The token that ends a sequence of the tiny models."""
@@ -236,8 +237,11 @@ def misses(decoder: specgraph.SpeculativeDecoder, name: str) -> set[str]:
 # What must hold
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "draft_model", "eagle3"])
-@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32], ids=str)
+AXES = {"draft": ("none", "ngram", "draft_model", "eagle3"), "scale_dtype": (torch.bfloat16, torch.float32),
+        "lowering": ("gpu", "inductor")}  # fmt: skip
+
+
+@pytest.mark.parametrize([*AXES], cover(product(AXES), (0, 1)), indirect=["lowering"])
 def test_tokens_are_those_of_the_dequantised_model(draft: str, scale_dtype: torch.dtype, lowering: str) -> None:
     model = quantised(scale_dtype=scale_dtype)
     given: Any = {"draft_model": lambda: quantised(layers=1), "eagle3": lambda: make_head(oracle(model))}.get(draft)
