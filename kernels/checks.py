@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 
 def require(condition: bool, message: Callable[[], str]) -> None:
@@ -13,14 +12,28 @@ def require(condition: bool, message: Callable[[], str]) -> None:
     torch._check_value(condition, message)  # type: ignore[no-untyped-call]
 
 
-def check_batch(given: object, batch: int, *names: str) -> None:
-    """Raise ``ValueError`` unless the arguments of these names, each a tensor, several or None, have ``batch`` rows."""
-    for name in names:
-        values = getattr(given, name)
-        for part in values if isinstance(values, list) else [values]:
-            _check_batch(name, part, batch)
+def check_shapes(given: object, **shapes: str) -> None:
+    """Raise ``ValueError`` unless arguments have the shapes that are written: ``x="B T H", weight="H"``.
+
+    A dimension is a name, a number, or ``*`` for any size. What has a name first says how large it is. An argument is a
+    tensor, several of them, or None, which fits.
+    """
+    sizes: dict[str, int] = {}
+    for name, text in shapes.items():
+        value, dims = getattr(given, name), text.split()
+        for part in value if isinstance(value, list) else [value]:
+            if part is not None:
+                _check_shape(name, part.shape, dims, sizes)
 
 
-def _check_batch(name: str, values: Tensor | None, batch: int) -> None:
-    rows = batch if values is None else values.shape[0]
-    require(rows == batch, lambda: f"{name} must have one row per sequence, {batch}, not {rows}")
+def _check_shape(name: str, shape: torch.Size, dims: list[str], sizes: dict[str, int]) -> None:
+    def message() -> str:
+        known = [str(sizes.get(dim, dim)) for dim in dims]
+        numbers = f" = [{', '.join(known)}]" if known != dims else ""
+        return f"{name} must be [{', '.join(dims)}]{numbers}, not {list(shape)}"
+
+    require(len(shape) == len(dims), message)
+    for dim, size in zip(dims, shape, strict=True):
+        fits = dim == "*" or sizes.setdefault(dim, int(dim) if dim.isdigit() else size) == size
+        if fits is not True:  # as a number is, and no symbol
+            require(fits, message)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 
 PADDING_SLOT = -1
 """The slot of a token that must not be written to the cache."""
@@ -83,34 +83,22 @@ class Heads(Protocol):
 
 def check_dense(given: Heads) -> None:
     """Refuse heads that do not fit each other."""
-    q, k, v, sinks = given.q, given.k, given.v, given.sinks
-    require(q.dim() == 4 and k.dim() == 4 and v.dim() == 4, lambda: "q, k and v must be [B, H, T, D]")
-    require(k.shape[:3] == v.shape[:3], lambda: f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in B, H, T")
-    require(q.shape[0] == k.shape[0] and q.shape[2] == k.shape[2], lambda: "q and k must agree in B and T")
-    require(q.shape[3] == k.shape[3], lambda: f"q and k head dims differ: {q.shape[3]} and {k.shape[3]}")
-    require(q.shape[1] % k.shape[1] == 0, lambda: f"{q.shape[1]} heads do not group over {k.shape[1]}")
-    if sinks is not None:
-        require(sinks.shape == (q.shape[1],), lambda: f"sinks must be [{q.shape[1]}], not {tuple(sinks.shape)}")
+    check_shapes(given, q="B Hq T D", k="B Hkv T D", v="B Hkv T Dv", sinks="Hq")
+    heads, groups = given.q.shape[1], given.k.shape[1]
+    require(heads % groups == 0, lambda: f"{heads} heads do not group over {groups}")
 
 
 def check_paged(given: PagedAttention) -> None:
     """Refuse heads, angles, caches and places that do not fit each other."""
     check_dense(given)
     check_angles(given.cos, given.sin, given.q)
-    rows = (given.q.shape[0], given.q.shape[2])
-    check_cache("k_cache", given.k_cache, given.k)
-    check_cache("v_cache", given.v_cache, given.v)
-    slots, positions, table = given.slots, given.positions, given.block_table
-    require(slots.shape == rows, lambda: f"slots must be {rows}, not {tuple(slots.shape)}")
-    require(positions.shape == rows, lambda: f"positions must be {rows}, not {tuple(positions.shape)}")
-    starts = given.cu_seqlens
-    require(table.dim() == 2, lambda: "block_table must be [B, M]")
-    if starts is None:
-        require(table.shape[0] == rows[0], lambda: "block_table must be [B, M]")
-        return
-    require(rows[0] == 1, lambda: f"packed rows are [1, R], not {list(rows)}")
-    lines = table.shape[0] + 2
-    require(starts.shape == (lines,), lambda: f"cu_seqlens must be [B + 2] = [{lines}], not {list(starts.shape)}")
+    check_caches(given)
+    starts, table = given.cu_seqlens, "B M" if given.cu_seqlens is None else "S M"
+    check_shapes(given, q="B Hq T D", slots="B T", positions="B T", block_table=table)
+    if starts is not None:
+        rows, lines = given.slots.shape, given.block_table.shape[0] + 2
+        require(rows[0] == 1, lambda: f"packed rows are [1, R], not {list(rows)}")
+        require(starts.shape == (lines,), lambda: f"cu_seqlens must be [B + 2] = [{lines}], not {list(starts.shape)}")
 
 
 def check_angles(cos: Tensor | None, sin: Tensor | None, q: Tensor) -> None:
@@ -133,8 +121,21 @@ def _check_angles(name: str, angles: Tensor, q: Tensor) -> None:
     require(angles.shape[0] in (1, q.shape[0]), lambda: f"{name} must be for B sequences or for one")
 
 
-def check_cache(name: str, cache: Tensor, new: Tensor) -> None:
-    """Refuse a cache that does not fit the rows ``new`` ``[B, H, T, D]`` of it."""
-    wanted = (new.shape[1], new.shape[3])
-    require(cache.dim() == 4 and cache.shape[2:] == wanted, lambda: f"{name} must end in {wanted}")
+class Cached(Protocol):
+    """What every op takes that reads or writes a cache."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+def check_caches(given: Cached) -> None:
+    """Refuse caches that do not fit the rows of keys and values."""
+    check_shapes(given, k="B H T D", v="B H T Dv", k_cache="N S H D", v_cache="N S H Dv")
+    for name, cache, new in (("k_cache", given.k_cache, given.k), ("v_cache", given.v_cache, given.v)):
+        _check_dtype(name, cache, new)
+
+
+def _check_dtype(name: str, cache: Tensor, new: Tensor) -> None:
     require(cache.dtype == new.dtype, lambda: f"{name} must have the dtype of the rows written to it")

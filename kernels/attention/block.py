@@ -30,17 +30,15 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.kernels.attention import attention
-from specgraph.kernels.attention.arguments import check_dense
+from specgraph.kernels.attention.arguments import check_angles, check_caches, check_dense
 from specgraph.kernels.attention.block_arguments import (
     BlockAttention,
     KeepContext,
     PagedBlockAttention,
     WriteContext,
-    check_block_caches,
-    check_rows,
 )
 from specgraph.kernels.attention.block_paged import paged_block_attention_triton, write_context_triton
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.state import STATEFUL, Stateful
 
@@ -114,18 +112,15 @@ def paged_block_attention_reference(given: PagedBlockAttention) -> Tensor:
 
 
 def _write_context_fake(given: WriteContext) -> None:
-    check_rows(given)
-    check_block_caches(given)
-    rows = (given.k.shape[0], given.k.shape[2])
-    require(given.slots.shape == rows, lambda: f"slots must be {rows}, not {tuple(given.slots.shape)}")
+    check_caches(given)
+    check_angles(given.cos, given.sin, given.k)
+    check_shapes(given, k="B H T D", slots="B T")
 
 
 def _paged_block_attention_fake(given: PagedBlockAttention) -> Tensor:
-    check_block_caches(given)
-    rows = (given.q.shape[0], given.q.shape[2])
-    require(given.positions.shape == rows, lambda: f"positions must be {rows}, not {tuple(given.positions.shape)}")
-    require(given.block_table.dim() == 2, lambda: "block_table must be [B, M]")
-    check_batch(given, rows[0], "block_table")
+    check_caches(given)
+    check_angles(given.cos, given.sin, given.k)
+    check_shapes(given, q="B Hq T D", positions="B T", block_table="B M")
     return _empty(given)
 
 
@@ -137,8 +132,12 @@ def _empty(given: BlockAttention | PagedBlockAttention) -> Tensor:
     return given.q.new_empty(batch, rows, heads, given.v.shape[3])
 
 
+def _keep_context_fake(given: KeepContext) -> None:
+    check_shapes(given, k="B H T D", v="B H T Dv")
+
+
 declare(
-    "keep_context", KeepContext, check_rows, (Variant("reference", lambda given: None, batch_invariant=True),),
+    "keep_context", KeepContext, _keep_context_fake, (Variant("reference", lambda given: None, batch_invariant=True),),
 )
 WRITE_CONTEXT = declare(
     "write_context", WriteContext, _write_context_fake,

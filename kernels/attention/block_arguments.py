@@ -6,9 +6,6 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from specgraph.kernels.attention.arguments import check_angles, check_cache
-from specgraph.kernels.checks import require
-
 
 @dataclass(slots=True)
 class KeepContext:
@@ -93,17 +90,3 @@ class PagedBlockAttention:
     window: int | None = None
     causal: bool = False
     anchored: bool = False
-
-
-def check_rows(given: KeepContext | WriteContext) -> None:
-    """Refuse keys and values that do not fit each other."""
-    k, v = given.k, given.v
-    require(k.dim() == 4 and v.dim() == 4, lambda: "k and v must be [B, H, T, D]")
-    require(k.shape[:3] == v.shape[:3], lambda: f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in B, H, T")
-
-
-def check_block_caches(given: WriteContext | PagedBlockAttention) -> None:
-    """Refuse caches and angles that do not fit the rows."""
-    check_cache("k_cache", given.k_cache, given.k)
-    check_cache("v_cache", given.v_cache, given.v)
-    check_angles(given.cos, given.sin, given.k)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import block_size, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
@@ -258,8 +258,8 @@ def _capacity(given: PackedPlaces) -> int:
 
 
 def _packed_places_fake(given: PackedPlaces) -> tuple[Tensor, Tensor]:
-    num_rows, capacity = given.num_rows, given.capacity
-    require(num_rows.dim() == 1 and capacity.dim() == 1, lambda: "num_rows must be [B], capacity [R]")
+    num_rows = given.num_rows
+    check_shapes(given, num_rows="B", capacity="R")
     return num_rows.new_empty(num_rows.shape[0] + 2), num_rows.new_empty(_capacity(given))
 
 
@@ -278,7 +278,8 @@ def _unpack_rows_fake(given: UnpackRows) -> Tensor:
 def _take_packed_rows_fake(given: TakePackedRows) -> Tensor:
     values, starts, count = given.values, given.cu_seqlens, given.count
     _check_packed(values, starts)
-    check_batch(given, starts.shape[0] - 2, "first")
+    batch, firsts = starts.shape[0] - 2, given.first.shape
+    require(firsts == (batch,), lambda: f"first must be [B] = [{batch}], not {list(firsts)}")
     fits = given.width is None or count <= given.width
     require(fits, lambda: f"there are no {count} rows together in a line of the grid")
     return values.new_empty(starts.shape[0] - 2, count, *values.shape[2:])

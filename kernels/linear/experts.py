@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
@@ -177,12 +177,9 @@ def expert_linear_triton(given: ExpertLinear) -> Tensor:
 
 
 def _expert_linear_fake(given: ExpertLinear) -> Tensor:
-    x, (experts, inner, outer) = given.x, given.sizes
-    require(x.shape[1] == inner, lambda: f"x has {x.shape[1]} features, the experts take {inner}")
-    require(given.expert_ids.shape == x.shape[:1], lambda: "expert_ids must give one expert per row of x")
-    if given.bias is not None:
-        require(given.bias.shape == (experts, outer), lambda: "bias must be [E, O]")
-    return x.new_empty(x.shape[0], outer)
+    weight = "E I O" if given.transposed else "E O I"
+    check_shapes(given, weight=weight, x="S I", expert_ids="S", bias="E O")
+    return given.x.new_empty(given.x.shape[0], given.sizes[2])
 
 
 EXPERT_LINEAR = declare(

@@ -25,6 +25,7 @@ Source: ``SequenceBiasLogitsProcessor`` and ``NoBadWordsLogitsProcessor`` of tra
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import triton
@@ -32,9 +33,16 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
-from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import contiguous, dense_rows
-from specgraph.kernels.processors.context import CONTEXT, Context, copied, declare_processor, load_context, row_context
+from specgraph.kernels.processors.context import (
+    CONTEXT,
+    Context,
+    check,
+    copied,
+    declare_processor,
+    load_context,
+    row_context,
+)
 
 BLOCK = 64
 """Words of a program."""
@@ -56,20 +64,15 @@ class AddBiases(Context):
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
+    SHAPES: ClassVar = {
+        **Context.SHAPES, "prompt_length": "B", "bias_tokens": "B P",
+        **dict.fromkeys(("bias_ends", "bias_values", "bias_until"), "B L"),
+    }
     prompt_length: Tensor
     bias_tokens: Tensor
     bias_ends: Tensor
     bias_values: Tensor
     bias_until: Tensor
-
-    def check(self) -> None:
-        """Refuse shapes that do not fit, with a ``ValueError`` that names the argument."""
-        Context.check(self)
-        names = ("prompt_length", "bias_tokens", "bias_ends", "bias_values", "bias_until")
-        check_batch(self, self.logits.shape[0], *names)
-        alike = self.bias_ends.shape == self.bias_values.shape == self.bias_until.shape and self.bias_ends.dim() == 2
-        require(alike, lambda: "bias_ends, bias_values and bias_until must be [B, L] alike")
-        require(self.bias_tokens.dim() == 2, lambda: f"bias_tokens must be [B, P], not {self.bias_tokens.dim()}-d")
 
 
 def add_biases_reference(given: AddBiases) -> Tensor:
@@ -79,7 +82,7 @@ def add_biases_reference(given: AddBiases) -> Tensor:
 
 def _biased(given: AddBiases, longest: int) -> Tensor:
     """``longest``: no word has more tokens."""
-    given.check()
+    check(given)
     out, (batch, count, vocab) = copied(given.logits), given.logits.shape
     begins = torch.nn.functional.pad(given.bias_ends[:, :-1], (1, 0))
     size = given.bias_ends - begins

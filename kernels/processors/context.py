@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference
 
 CONTEXT = ("rows", "window", "start", "num_forced")
@@ -39,22 +39,15 @@ class Context:
         num_forced: int64 ``[B]``, how many of the tokens that the window's rows give are known.
     """
 
+    SHAPES: ClassVar = {
+        "logits": "B R V", "history": "N S", "window": "B T", "rows": "B", "start": "B", "num_forced": "B",
+    }
     logits: Tensor
     history: Tensor
     rows: Tensor
     window: Tensor
     start: Tensor
     num_forced: Tensor
-
-    def check(self) -> None:
-        """Refuse shapes that do not fit.
-
-        Raises:
-            ValueError: names the argument, and what it must be.
-        """
-        check_rows(self)
-        require(self.history.dim() == 2, lambda: f"history must be [N, S], not {self.history.dim()}-d")
-        check_batch(self, self.logits.shape[0], *CONTEXT)
 
     def first_rows(self) -> Tensor:
         """The row of the window ``[B]`` that the first row of logits belongs to."""
@@ -87,13 +80,15 @@ class Context:
         return history.scatter(1, place.clamp(max=history.shape[1] - 1), self.window)
 
 
-def check_rows(given: Any) -> None:
-    """Refuse logits and a window that do not fit, with a ``ValueError`` like that of :meth:`Context.check`."""
-    logits, window = given.logits, given.window
-    require(logits.dim() == 3, lambda: f"logits must be [B, R, V], not {logits.dim()}-d")
-    require(window.dim() == 2, lambda: f"window must be [B, T], not {window.dim()}-d")
-    fits = logits.shape[1] <= window.shape[1]
-    require(fits, lambda: f"there are {logits.shape[1]} rows of logits for a window of {window.shape[1]} rows")
+def check(given: Any) -> None:
+    """Refuse arguments that do not have their class's ``SHAPES``, or more rows of logits than a window has.
+
+    Raises:
+        ValueError: names the argument, and what it must be.
+    """
+    check_shapes(given, **given.SHAPES)
+    count, width = given.logits.shape[1], given.window.shape[1]
+    require(count <= width, lambda: f"there are {count} rows of logits for a window of {width} rows")
 
 
 @triton.jit
@@ -131,11 +126,11 @@ def declare_processor(
 ) -> Op[..., Tensor]:
     """Declare an op that changes logits, with a form in Triton, one for a CPU, and the definition for float64.
 
-    The arguments have a method ``check``, which refuses shapes that do not fit.
+    The class of the arguments has the shapes that :func:`check` asks for.
     """
 
     def fake(given: Any) -> Tensor:
-        given.check()
+        check(given)
         return empty(given.logits)
 
     forms = triton_or_reference(triton, reference, covers=not_float64("logits"), moves_only=moves_only, cpu=cpu)

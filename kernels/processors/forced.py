@@ -15,15 +15,15 @@ Source: ``ForcedBOSTokenLogitsProcessor`` and ``ForcedEOSTokenLogitsProcessor`` 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch
 from specgraph.kernels.launch import contiguous
-from specgraph.kernels.processors.context import check_rows, copied, declare_processor, empty
+from specgraph.kernels.processors.context import check, copied, declare_processor, empty
 
 TILE = 4096
 """Logits of a program."""
@@ -47,6 +47,7 @@ class ForceTokens:
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
+    SHAPES: ClassVar = {"logits": "B R V", "window": "B T", **dict.fromkeys(PER_SEQUENCE, "B")}
     logits: Tensor
     window: Tensor
     start: Tensor
@@ -54,11 +55,6 @@ class ForceTokens:
     max_length: Tensor
     forced_bos_token_id: Tensor | None
     forced_eos_token_id: Tensor | None
-
-    def check(self) -> None:
-        """Refuse shapes that do not fit, with a ``ValueError`` that names the argument."""
-        check_rows(self)
-        check_batch(self, self.logits.shape[0], *PER_SEQUENCE)
 
 
 def force_tokens_reference(given: ForceTokens) -> Tensor:
@@ -81,7 +77,7 @@ def force_tokens_cpu(given: ForceTokens) -> Tensor:
 
 def _forced(given: ForceTokens) -> Tensor:
     """The token of each row that is forced, int64 ``[B, R]``; -1 for none."""
-    given.check()
+    check(given)
     count, first, last = given.logits.shape[1], given.forced_bos_token_id, given.forced_eos_token_id
     rows = torch.arange(count, device=given.logits.device)
     position = (given.start + given.num_forced.clamp(max=given.window.shape[1] - count)).unsqueeze(1) + rows + 1
@@ -119,7 +115,7 @@ def _force_kernel(
 
 def force_tokens_triton(given: ForceTokens) -> Tensor:
     """:class:`ForceTokens` in one launch."""
-    given.check()
+    check(given)
     logits, out = given.logits.contiguous(), empty(given.logits)
     batch, count, vocab = logits.shape
     if out.numel() == 0:

@@ -20,6 +20,7 @@ Source: Paulus et al. 2017, arXiv 1705.04304, section 2.5; ``NoRepeatNGramLogits
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import triton
@@ -28,9 +29,16 @@ from torch import Tensor
 
 from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
-from specgraph.kernels.checks import check_batch
 from specgraph.kernels.launch import contiguous, dense_rows
-from specgraph.kernels.processors.context import CONTEXT, Context, copied, declare_processor, load_context, row_context
+from specgraph.kernels.processors.context import (
+    CONTEXT,
+    Context,
+    check,
+    copied,
+    declare_processor,
+    load_context,
+    row_context,
+)
 
 MOST = 256
 """The largest ``n``."""
@@ -49,12 +57,8 @@ class BanNgrams(Context):
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
+    SHAPES: ClassVar = {**Context.SHAPES, "no_repeat_ngram_size": "B"}
     no_repeat_ngram_size: Tensor
-
-    def check(self) -> None:
-        """Refuse shapes that do not fit, with a ``ValueError`` that names the argument."""
-        Context.check(self)
-        check_batch(self, self.logits.shape[0], "no_repeat_ngram_size")
 
 
 def ban_ngrams_reference(given: BanNgrams) -> Tensor:
@@ -71,7 +75,7 @@ def _found(given: BanNgrams, longest: int) -> tuple[Tensor, Tensor]:
 
     ``longest``: no ``n`` is larger.
     """
-    given.check()
+    check(given)
     vocab = given.logits.shape[2]
     context, length = given.by_position(), given.lengths().unsqueeze(2)
     place = torch.arange(context.shape[1], device=context.device)

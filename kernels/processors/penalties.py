@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import triton
@@ -39,9 +40,8 @@ from torch import Tensor
 
 from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
-from specgraph.kernels.checks import check_batch
 from specgraph.kernels.launch import contiguous, dense_rows
-from specgraph.kernels.processors.context import CONTEXT, Context, copied, declare_processor, empty
+from specgraph.kernels.processors.context import CONTEXT, Context, check, copied, declare_processor, empty
 
 TILE = 2048
 """Logits, or tokens of the sequence, that a program reads at a time."""
@@ -64,20 +64,16 @@ class Penalise(Context):
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
+    SHAPES: ClassVar = {**Context.SHAPES, "prompt_length": "B", **dict.fromkeys(PENALTIES, "B")}
     prompt_length: Tensor
     repetition_penalty: Tensor | None
     frequency_penalty: Tensor | None
     presence_penalty: Tensor | None
 
-    def check(self) -> None:
-        """Refuse shapes that do not fit, with a ``ValueError`` that names the argument."""
-        Context.check(self)
-        check_batch(self, self.logits.shape[0], "prompt_length", *PENALTIES)
-
 
 def penalise_reference(given: Penalise) -> Tensor:
     """:class:`Penalise` in plain PyTorch, which never reads a value on the host."""
-    given.check()
+    check(given)
     logits, vocab = given.logits, given.logits.shape[2]
     wide = torch.promote_types(logits.dtype, torch.float32)
     options = [getattr(given, name) for name in PENALTIES]
@@ -119,7 +115,7 @@ def _penalised(penalties: Sequence[Tensor | None], x: Tensor, occurs: Tensor | N
 
 def penalise_cpu(given: Penalise) -> Tensor:
     """:func:`penalise_reference` for the tokens that occur, since a CPU may look at values. Others are only copied."""
-    given.check()
+    check(given)
     out, vocab = copied(given.logits), given.logits.shape[2]
     known = replace(given, history=given.history[:, : max([1, *given.start.tolist()])])
     options = [getattr(given, name) for name in PENALTIES]
@@ -196,7 +192,7 @@ def _penalise_kernel(
 
 def penalise_triton(given: Penalise) -> Tensor:
     """:class:`Penalise` in a launch that fills a table with zeros, one that counts, and one that computes."""
-    given.check()
+    check(given)
     logits, out = given.logits.contiguous(), empty(given.logits)
     batch, count, vocab = logits.shape
     width = given.window.shape[1]

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import ACTIVATIONS, CHUNK, CachedConv, CausalConv
 from specgraph.kernels.recurrent.conv_cpu import cached_conv_cpu
 from specgraph.kernels.recurrent.conv_triton import cached_conv_triton
 from specgraph.kernels.recurrent.last_rows import row_buffer
-from specgraph.kernels.recurrent.span import check_span, keep_rows, known_rows, spans
+from specgraph.kernels.recurrent.span import keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 
 
@@ -53,10 +53,7 @@ def cached_conv_reference(given: CachedConv) -> Tensor:
 
 
 def _check(given: CausalConv | CachedConv) -> None:
-    x, weight, bias = given.x, given.weight, given.bias
-    require(x.dim() == 3, lambda: f"x must be [B, D, T], not {list(x.shape)}")
-    require(weight.dim() == 2 and weight.shape[0] == x.shape[1], lambda: f"weight must be [{x.shape[1]}, w]")
-    require(bias is None or bias.shape == weight.shape[:1], lambda: f"bias must be [{weight.shape[0]}]")
+    check_shapes(given, x="B D T", weight="D w", bias="D")
     require(given.activation in ACTIVATIONS, lambda: f"activation is one of {ACTIVATIONS}, not {given.activation!r}")
 
 
@@ -67,9 +64,8 @@ def _causal_conv_fake(given: CausalConv) -> Tensor:
 
 def _cached_conv_fake(given: CachedConv) -> Tensor:
     _check(given)
-    check_span(given, given.x.shape[0])
-    inputs, channels = given.inputs, given.x.shape[1]
-    require(inputs.dim() == 3 and inputs.shape[2] == channels, lambda: f"inputs must be [N, R, {channels}]")
+    inputs = given.inputs
+    check_shapes(given, x="B D T", inputs="N R D", span="B 5")
     require(inputs.dtype == given.x.dtype, lambda: "inputs must have the dtype of x")
     least = given.weight.shape[1] - 1
     require(inputs.shape[1] >= least, lambda: f"{given.weight.shape[1]} weights need {least} rows of inputs")

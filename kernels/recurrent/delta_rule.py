@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, CachedDeltaRule, GatedDeltaRule, exact
 from specgraph.kernels.recurrent.channel_gates_triton import channel_gates_triton
@@ -50,7 +50,7 @@ from specgraph.kernels.recurrent.delta_rule_chunks import covers_chunks, gated_d
 from specgraph.kernels.recurrent.delta_rule_cpu import cached_delta_rule_cpu, covers_cpu
 from specgraph.kernels.recurrent.delta_rule_triton import cached_delta_rule_triton
 from specgraph.kernels.recurrent.last_rows import row_buffer
-from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
+from specgraph.kernels.recurrent.span import Span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 
 
@@ -195,19 +195,11 @@ def _weighted(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
 
 
 def _check(given: GatedDeltaRule | CachedDeltaRule) -> None:
-    q, k, v = given.q, given.k, given.v
-    require(q.dim() == 4 and q.shape == k.shape, lambda: f"q and k must be [B, T, Hk, Dk], not {list(k.shape)}")
-    require(v.dim() == 4 and v.shape[:2] == k.shape[:2], lambda: "v must be [B, T, H, Dv]")
-    _check_dtype("q", q.dtype, k.dtype)
-    require(v.shape[2] % k.shape[2] == 0, lambda: f"{v.shape[2]} heads do not group over {k.shape[2]}")
-    per_channel = given.g.dim() == 4
-    _check_shape("g", given.g.shape, (*v.shape[:3], k.shape[3]) if per_channel else v.shape[:3])
-    if given.beta is not None:
-        _check_shape("beta", given.beta.shape, v.shape[:3])
-
-
-def _check_shape(name: str, given: Sequence[int], wanted: Sequence[int]) -> None:
-    require(tuple(given) == tuple(wanted), lambda: f"{name} must be {list(wanted)}, not {list(given)}")
+    gates = "B T H Dk" if given.g.dim() == 4 else "B T H"
+    check_shapes(given, q="B T Hk Dk", k="B T Hk Dk", v="B T H Dv", g=gates, beta="B T H")
+    _check_dtype("q", given.q.dtype, given.k.dtype)
+    heads, groups = given.v.shape[2], given.k.shape[2]
+    require(heads % groups == 0, lambda: f"{heads} heads do not group over {groups}")
 
 
 def _check_dtype(name: str, given: torch.dtype, wanted: torch.dtype) -> None:
@@ -221,14 +213,14 @@ def _gated_delta_rule_fake(given: GatedDeltaRule) -> Tensor:
 
 def _cached_delta_rule_fake(given: CachedDeltaRule) -> Tensor:
     _check(given)
-    check_span(given, given.q.shape[0])
-    (_, _, heads, width), (groups, size) = given.v.shape, given.k.shape[2:]
-    shapes = {"state": (heads, size, width), "chunk_k": (groups, size), "chunk_delta": (heads, width),
-              "chunk_g": given.g.shape[2:], "chunk_a": (heads, CHUNK)}
-    for name, wanted in shapes.items():
-        value: Tensor = getattr(given, name)
-        _check_shape(f"{name}, behind its first dimensions,", value.shape[value.dim() - len(wanted) :], wanted)
-        _check_dtype(name, value.dtype, given.k.dtype if name == "chunk_k" else exact(given.v.dtype))
+    gates = "* * H Dk" if given.g.dim() == 4 else "* * H"
+    check_shapes(
+        given, k="B T Hk Dk", v="B T H Dv", span="B 5", state="N H Dk Dv", chunk_k="* * Hk Dk", chunk_delta="* * H Dv",
+        chunk_g=gates, chunk_a=f"* * H {CHUNK}",
+    )
+    _check_dtype("chunk_k", given.chunk_k.dtype, given.k.dtype)
+    for name in ("state", "chunk_delta", "chunk_g", "chunk_a"):
+        _check_dtype(name, getattr(given, name).dtype, exact(given.v.dtype))
     return given.v.new_empty(given.v.shape)
 
 

@@ -22,13 +22,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import CHUNK, CachedScan, SelectiveScan
 from specgraph.kernels.recurrent.last_rows import row_buffer
 from specgraph.kernels.recurrent.scan_cpu import cached_scan_cpu
 from specgraph.kernels.recurrent.scan_triton import cached_scan_triton
-from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
+from specgraph.kernels.recurrent.span import Span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 
 
@@ -74,28 +74,16 @@ def _sequence(given: CachedScan, own: Span) -> Tensor:
     return torch.stack(outs, 1)
 
 
-def _check(given: SelectiveScan | CachedScan) -> None:
-    x, (channels, size) = given.x, given.a.shape
-    require(x.dim() == 3 and x.shape[1] == channels, lambda: f"x must be [B, {channels}, T], not {list(x.shape)}")
-    require(given.dt.shape == x.shape, lambda: f"dt {list(given.dt.shape)} must fit x {list(x.shape)}")
-    for name, part in (("b", given.b), ("c", given.c)):
-        wanted = [x.shape[0], size, x.shape[2]]
-        require(list(part.shape) == wanted, lambda n=name, w=wanted: f"{n} must be {w}")  # type: ignore[misc]
+_SHAPES = {"a": "D N", "x": "B D T", "dt": "B D T", "b": "B N T", "c": "B N T"}
 
 
 def _selective_scan_fake(given: SelectiveScan) -> Tensor:
-    _check(given)
+    check_shapes(given, **_SHAPES)
     return given.x.new_empty(given.x.shape)
 
 
 def _cached_scan_fake(given: CachedScan) -> Tensor:
-    _check(given)
-    check_span(given, given.x.shape[0])
-    channels, size = given.a.shape
-    require(given.state.shape[1:] == (channels, size), lambda: f"state must be [M, {channels}, {size}]")
-    require(given.places.shape[2] == size, lambda: f"places must be [M, R, {size}]")
-    for part in (given.steps, given.entered):
-        require(part.shape[2] == channels, lambda: f"steps and entered must be [M, R, {channels}]")
+    check_shapes(given, **_SHAPES, state="M D N", steps="M R D", entered="M R D", places="M R N", span="B 5")
     return given.x.new_empty(given.x.transpose(1, 2).shape).transpose(1, 2)
 
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes
 from specgraph.kernels.launch import contiguous
 from specgraph.kernels.ops import declare, triton_or_reference
 
@@ -168,20 +168,12 @@ def keep_rows(cache: Tensor, own: Span, rows: Tensor) -> None:
 
 
 def _recurrent_span_fake(given: RecurrentSpan) -> Tensor:
-    require(given.positions.dim() == 2, lambda: f"positions must be [b, T], not {list(given.positions.shape)}")
-    check_batch(given, given.positions.shape[0], "rows", "num_rows", "num_forced", "max_length")
+    check_shapes(given, positions="b T", rows="b", num_rows="b", num_forced="b", max_length="b")
     return given.positions.new_empty(given.positions.shape[0], 5)
 
 
-def check_span(given: Any, batch: int) -> None:
-    """Refuse a span that is no result of :class:`RecurrentSpan` for ``batch`` sequences."""
-    span = given.span
-    check_batch(given, batch, "span")
-    require(span.dim() == 2 and span.shape[1] == 5, lambda: f"span must be [b, 5], not {list(span.shape)}")
-
-
 def _settle_span_fake(given: SettleSpan) -> None:
-    check_span(given, given.span.shape[0])
+    check_shapes(given, span="B 5")
 
 
 RECURRENT_SPAN = declare(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes
 from specgraph.kernels.ops import declare, not_float64, triton_or_reference
 from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.constants import STREAM_DRAFT, STREAM_TARGET
@@ -92,12 +92,9 @@ def _sample_draft_triton(given: SampleDraft, **tuning: int | None) -> tuple[Tens
 
 def _sample_draft_fake(given: SampleDraft) -> tuple[Tensor, Tensor]:
     check_rule(given.rule)
-    logits, key, ids = given.logits, given.key, given.draft_to_target
-    require(logits.dim() == 3, lambda: f"logits must be [B, R, Vd], not {tuple(logits.shape)}")
+    check_shapes(given, logits="B R Vd", key="B", draft_to_target="Vd")
+    logits, key = given.logits, given.key
     batch, rows, vocab = logits.shape
-    require(key.shape == (batch,), lambda: f"key must be [B] = {(batch,)}, not {tuple(key.shape)}")
-    if ids is not None:
-        require(ids.shape == (vocab,), lambda: "draft_to_target must give one target id per draft id")
     kept, exact = vocab if given.return_processed else 0, torch.promote_types(logits.dtype, torch.float32)
     return key.new_empty((batch, rows)), logits.new_empty((batch, rows, kept), dtype=exact)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes
 from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
@@ -85,8 +85,7 @@ def block_rows_triton(given: BlockRows) -> tuple[Tensor, Tensor]:
 
 def _block_rows_fake(given: BlockRows) -> tuple[Tensor, Tensor]:
     emitted = given.emitted
-    require(emitted.dim() == 2, lambda: f"emitted must be [B, T], not {emitted.dim()}-d")
-    check_batch(given, emitted.shape[0], "start", "num_emitted")
+    check_shapes(given, emitted="B T", start="B", num_emitted="B")
     shape = (emitted.shape[0], given.count + 1)
     return emitted.new_empty(shape), emitted.new_empty(shape)
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes
 from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.host import cut_tokens, is_small
@@ -172,10 +172,9 @@ def finalize_triton(given: FinalizeStep) -> StepUpdate:
 
 
 def _finalize_fake(given: FinalizeStep) -> StepUpdate:
-    tokens, eos_ids = given.tokens, given.eos_ids
-    require(tokens.dim() == 2 and eos_ids.dim() == 2, lambda: "tokens must be [B, T], eos_ids [B, E]")
+    tokens = given.tokens
+    check_shapes(given, tokens="B T", window="B *", start="B", num_forced="B", eos_ids="B E")
     batch, width = tokens.shape
-    check_batch(given, batch, "window", "start", "num_forced", "eos_ids")
     wide = (batch, width if given.shifted else width + 1)
     shapes = ((batch, width), (batch,), wide, wide, (batch,), (batch,), (batch,))
     ahead = [tokens.new_empty(batch, 1) for _ in range(given.chain)]

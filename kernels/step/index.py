@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import block_size, contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.writes import writes
@@ -254,15 +254,15 @@ def _store_covers(given: StoreDrafted) -> bool:
 
 
 def _gather_state_fake(given: GatherState) -> list[Tensor]:
+    check_shapes(given, rows="b")
     rows, buffers, fills = given.rows, given.buffers, given.fills
-    require(rows.dim() == 1, lambda: f"rows must be [b], not {rows.dim()}-d")
     require(len(buffers) == len(fills), lambda: f"there are {len(buffers)} buffers and {len(fills)} fills")
     return [buffer.new_empty(rows.shape[0], *buffer.shape[1:]) for buffer in buffers]
 
 
 def _scatter_state_fake(given: ScatterState) -> None:
+    check_shapes(given, rows="b")
     rows, buffers, values = given.rows, given.buffers, given.values
-    require(rows.dim() == 1, lambda: f"rows must be [b], not {rows.dim()}-d")
     require(len(buffers) == len(values), lambda: f"there are {len(buffers)} buffers and {len(values)} values")
     for buffer, value in zip(buffers, values, strict=True):
         _check_shape(value, (rows.shape[0], *buffer.shape[1:]))
@@ -274,11 +274,10 @@ def _check_shape(value: Tensor, wanted: tuple[int, ...]) -> None:
 
 def _store_drafted_fake(given: StoreDrafted) -> None:
     kept, drafted = given.draft_logits, given.drafted
-    require(kept.dim() == 3 and drafted.dim() == 3, lambda: "draft_logits must be [N, K, Vd], drafted [B, R, Vd]")
-    require(kept.shape[2] == drafted.shape[2], lambda: f"Vd is {kept.shape[2]} and {drafted.shape[2]}")
+    first = "B" if given.rows is None else "N"
+    check_shapes(given, drafted="B R Vd", draft_logits=f"{first} K Vd", rows="B", num_emitted="B")
     last = given.first + drafted.shape[1]
     require(last <= kept.shape[1], lambda: f"there are {kept.shape[1]} drafts, and these are the first {last}")
-    check_batch(given, drafted.shape[0], "draft_logits" if given.rows is None else "rows", "num_emitted")
 
 
 GATHER_STATE = declare(

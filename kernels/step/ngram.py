@@ -44,7 +44,7 @@ from torch import Tensor
 from specgraph.kernels import gpus
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.attention.work_units import is_last
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import (
     arrival_counters,
     block_size,
@@ -289,21 +289,20 @@ def record_tokens_triton(given: RecordTokens) -> None:
     )
 
 
-def check_rows(given: Any, batch: int) -> None:
+def check_history(given: Any, batch: int) -> None:
     """Raise ``ValueError`` unless each of ``batch`` sequences has a row of the history."""
     history = given.history
-    require(history.dim() == 2, lambda: f"history must be [N, S], not {history.dim()}-d")
+    check_shapes(given, history="N S")
     require(history.dtype == torch.int64, lambda: f"history must be int64, not {history.dtype}")
     if given.rows is None:
         advice = "name the row of each sequence in rows, or give history as many rows as there are sequences"
         require(history.shape[0] == batch, lambda: f"history has {history.shape[0]} rows, not {batch}: {advice}")
-    check_batch(given, batch, "rows")
 
 
 def _ngram_lookup_fake(given: NgramLookup) -> Tensor:
     length, min_ngram, max_ngram = given.length, given.min_ngram, given.max_ngram
-    require(length.dim() == 1, lambda: f"length must be [B], not {length.dim()}-d")
-    check_rows(given, length.shape[0])
+    check_shapes(given, length="B", rows="B")
+    check_history(given, length.shape[0])
     require(
         1 <= min_ngram <= max_ngram,
         lambda: f"min_ngram must be at least 1 and at most max_ngram, not {min_ngram} with max_ngram {max_ngram}",
@@ -312,10 +311,8 @@ def _ngram_lookup_fake(given: NgramLookup) -> Tensor:
 
 
 def _record_tokens_fake(given: RecordTokens) -> None:
-    tokens, positions = given.tokens, given.positions
-    require(tokens.dim() == 2 and tokens.shape == positions.shape, lambda: "tokens and positions must both be [B, T]")
-    check_rows(given, tokens.shape[0])
-    check_batch(given, tokens.shape[0], "num_rows")
+    check_shapes(given, tokens="B T", positions="B T", rows="B", num_rows="B")
+    check_history(given, given.tokens.shape[0])
 
 
 NGRAM_LOOKUP = declare(

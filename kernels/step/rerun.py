@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import block_size, contiguous, dense_rows, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.writes import writes
@@ -228,23 +228,24 @@ def keep_rows_triton(given: KeepRows) -> None:
 
 def _rerun_fake(given: Rerun) -> RerunRows:
     hidden, kept = given.hidden, given.kept_hidden
-    require(hidden.dim() == kept.dim() == 3, lambda: "hidden and kept_hidden must be [B, rows, H]")
+    check_shapes(
+        given, kept_tokens="B R", kept_hidden="B R H", num_kept="B", tokens="B T", hidden="B T H", start="B",
+        num_emitted="B",
+    )
     require(hidden.dtype == kept.dtype, lambda: f"hidden is {hidden.dtype}, and what is kept is {kept.dtype}")
     batch, length = given.tokens.shape[0], given.tokens.shape[1] + given.kept_tokens.shape[1]
-    check_batch(given, batch, "num_kept", "start", "num_emitted")
     ids, counts = given.tokens.new_empty, given.num_emitted.new_empty
     rows = hidden.new_empty(batch, length, hidden.shape[2])
     return RerunRows(ids(batch, length), rows, ids(batch, length), counts(batch), counts(batch))
 
 
 def _next_module_tokens_fake(given: NextModuleTokens) -> Tensor:
-    tokens = given.tokens
-    check_batch(given, tokens.shape[0], "num_rows", "draft")
-    return tokens.new_empty(tokens.shape)
+    check_shapes(given, tokens="B W", num_rows="B", draft="B 1")
+    return given.tokens.new_empty(given.tokens.shape)
 
 
 def _keep_rows_fake(given: KeepRows) -> None:
-    check_batch(given, given.tokens.shape[0], "kept_tokens", "kept_hidden")
+    check_shapes(given, kept_tokens="B R", kept_hidden="B R H", tokens="B W", hidden="B W H")
 
 
 RERUN = declare("rerun", Rerun, _rerun_fake, triton_or_reference(rerun_triton, rerun_reference, moves_only=True))

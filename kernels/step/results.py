@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.host import is_small
@@ -207,7 +207,7 @@ def _pack_results_fake(given: PackResults) -> Tensor:
     traced = given.traced
     if traced is not None:
         require(traced.dtype == torch.int32, lambda: f"traced must be int32, not {traced.dtype}")
-        check_batch(given, len(given.emitted), "traced")
+        check_shapes(given, emitted="B T", traced="B X")
         columns += traced.shape[1]
     return given.emitted.new_empty(given.emitted.shape[0], columns, dtype=torch.int32)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.attention.arguments import PADDING_SLOT
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import block_size, contiguous, dense_rows, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.host import is_small
@@ -290,22 +290,19 @@ def expand_draft_inputs_triton(given: ExpandDraftInputs) -> tuple[Tensor, Tensor
 
 
 def _consecutive_positions_fake(given: ConsecutivePositions) -> list[Tensor]:
+    check_shapes(given, start="B")
     start = given.start
-    require(start.dim() == 1, lambda: f"start must be [B], not {start.dim()}-d")
     return [start.new_empty(start.shape[0], given.width) for _ in range(given.count)]
 
 
 def _row_slots_fake(given: RowSlots) -> Tensor:
-    positions, table = given.positions, given.block_table
-    require(positions.dim() == 2 and table.dim() == 2, lambda: "positions must be [B, T], block_table [B, M]")
-    check_batch(given, positions.shape[0], "num_rows", "block_table", "max_length")
-    return positions.new_empty(positions.shape)
+    check_shapes(given, positions="B T", num_rows="B", block_table="B M", max_length="B")
+    return given.positions.new_empty(given.positions.shape)
 
 
 def _consecutive_rows_fake(given: ConsecutiveRows) -> Tensor:
+    check_shapes(given, values="B T H", first="B")
     values, count = given.values, given.count
-    require(values.dim() == 3, lambda: "values must be [B, T, H]")
-    check_batch(given, values.shape[0], "first")
     fits = not given.together or count <= values.shape[1]
     require(fits, lambda: f"there are no {count} rows together in the block")
     return values.new_empty(values.shape[0], count, values.shape[2])
@@ -313,13 +310,11 @@ def _consecutive_rows_fake(given: ConsecutiveRows) -> Tensor:
 
 def _expand_draft_inputs_fake(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor]:
     tokens, hidden, mask_hidden = given.tokens, given.hidden, given.mask_hidden
+    check_shapes(given, tokens="B T", num_rows="B", hidden="B T H", mask_hidden="H")
     batch, length = tokens.shape[0], tokens.shape[1] + given.count
-    check_batch(given, batch, "num_rows")
     out, rows = tokens.new_empty(batch, length), given.num_rows.new_empty(batch)
     if hidden is None or mask_hidden is None:
         return out, rows, torch.empty(0, device=tokens.device)
-    fits = hidden.dim() == 3 and mask_hidden.shape == hidden.shape[2:]
-    require(fits, lambda: "hidden must be [B, T, H], mask_hidden [H]")
     return out, rows, hidden.new_empty(batch, length, hidden.shape[2])
 
 

@@ -53,10 +53,10 @@ import triton
 from torch import Tensor
 
 from specgraph.kernels import gpus
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, contiguous, dense_rows, launch
 from specgraph.kernels.ops import declare, triton_or_reference
-from specgraph.kernels.step.ngram import check_rows
+from specgraph.kernels.step.ngram import check_history
 from specgraph.kernels.step.suffix_kernels import match_kernel, vote_kernel
 
 TILE = 1024
@@ -201,8 +201,8 @@ def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
 
 def _suffix_lookup_fake(given: SuffixLookup) -> Tensor:
     length, smallest, largest = given.length, given.min_match, given.max_match
-    require(length.dim() == 1, lambda: f"length must be [B], not {length.dim()}-d")
-    check_rows(given, length.shape[0])
+    check_shapes(given, length="B", rows="B")
+    check_history(given, length.shape[0])
     require(
         1 <= smallest <= largest <= MOST_MATCHED,
         lambda: f"1 <= min_match <= max_match <= {MOST_MATCHED} must hold, not {smallest} and {largest}",

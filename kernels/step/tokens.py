@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.host import is_small
@@ -199,7 +199,8 @@ def _advance_fake(given: Advance) -> None:
         window.dim() == 2 and len(window) == batch and window.shape[1] > count,
         lambda: f"next_window must be [B, K + 1] with B = {batch} and K of at least {count}, not {list(window.shape)}",
     )
-    check_batch(given, batch, "start", "num_rows", "num_forced", "emitted", "num_emitted", "max_length", "eos_ids")
+    vectors = ("start", "num_rows", "num_forced", "num_emitted", "max_length")
+    check_shapes(given, emitted="B T", eos_ids="B E", drafts="B *", **dict.fromkeys(vectors, "B"))
 
 
 ADVANCE = declare(

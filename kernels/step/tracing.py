@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import block_size, contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.step.side_by_side import column_of, side_by_side
@@ -306,37 +306,33 @@ def trace_columns_triton(given: TraceColumns) -> Tensor:
 
 
 def _trace_tokens_fake(given: TraceTokens) -> TracedTokens:
-    window, emitted, count = given.window, given.emitted, given.logits.shape[1]
-    require(window.dim() == 2, lambda: f"window must be [B, T], not {window.dim()}-d")
+    window, count = given.window, given.logits.shape[1]
+    vectors = dict.fromkeys(("num_rows", "num_forced", "num_emitted", "temperature"), "B")
+    check_shapes(given, window="B T", emitted="B T", **vectors)
     batch, width = window.shape
     require(0 < count <= width, lambda: f"count must be from 1 to T = {width}, not {count}")
-    require(emitted.shape == window.shape, lambda: f"emitted must be {[batch, width]}, not {list(emitted.shape)}")
-    check_batch(given, batch, "num_rows", "num_forced", "num_emitted", "temperature")
     new = window.new_empty
     return TracedTokens(new(batch, count, 2), new(batch, 2), new(batch), given.temperature.new_empty(batch))
 
 
 def _drawn_ids_fake(given: DrawnIds) -> tuple[Tensor, Tensor]:
     require(len(given.tokens) > 0, lambda: "tokens must be one tensor [B, k] or more, not an empty list")
+    check_shapes(given, num_emitted="B", tokens="B *")
     batch, new = given.num_emitted.shape[0], given.num_emitted.new_empty
-    check_batch(given, batch, "tokens")
     return new(batch, sum(tokens.shape[1] for tokens in given.tokens)), new(batch)
 
 
 def _trace_columns_fake(given: TraceColumns) -> Tensor:
     logprobs, ranks, counts = given.logprobs, given.ranks, given.counts
-    batch, *both = logprobs.shape
-    require(len(both) == 2 and both[1] == 2, lambda: f"logprobs must be [B, R, 2], not {[batch, *both]}")
-    require(counts.shape == (batch, 2), lambda: f"counts must be {[batch, 2]}, not {list(counts.shape)}")
+    every = dict.fromkeys(("drawn", "drawn_logprobs", "drafts"), "B *")
+    check_shapes(given, logprobs="B R 2", ranks="B R 2", counts="B 2", **every)
     require(logprobs.dtype == torch.float32, lambda: f"logprobs must be float32, not {logprobs.dtype}")
-    require(ranks.shape == logprobs.shape, lambda: f"ranks must be {[batch, *both]}, not {list(ranks.shape)}")
     require(ranks.dtype == torch.int32, lambda: f"ranks must be int32, not {ranks.dtype}")
-    check_batch(given, batch, "drawn", "drawn_logprobs", "drafts")
     others = [values.dtype for values in given.drawn_logprobs if values.dtype != torch.float32]
     require(not others, lambda: f"drawn_logprobs must be float32, not {others[0]}")
     drawn, beside = (sum(values.shape[1] for values in own) for own in (given.drawn, given.drawn_logprobs))
     require(drawn == beside, lambda: f"drawn_logprobs must have the {drawn} columns of drawn, not {beside}")
-    return counts.new_empty(batch, 4 * given.count + 2, dtype=torch.int32)
+    return counts.new_empty(counts.shape[0], 4 * given.count + 2, dtype=torch.int32)
 
 
 TRACE_TOKENS = declare(

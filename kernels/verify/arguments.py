@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.sampling.sample import check_rule
 
 LOSSLESS_RULES = ("strict", "probabilistic", "block")
@@ -103,8 +103,9 @@ def check(given: Verify) -> None:
         ValueError: names the argument, what it is and what it must be.
     """
     check_block(given)
+    check_shapes(given, logits="B R V", **dict.fromkeys(VECTORS, "B"))
     for name, dtype in VECTORS.items():
-        _check_vector(name, getattr(given, name), given.logits.shape[0], dtype)
+        _check_dtype(name, getattr(given, name), dtype)
 
 
 def check_block(given: Verify) -> None:
@@ -120,68 +121,27 @@ def check_logprobs(logprobs: str) -> None:
         raise ValueError(f"logprobs must be one of {', '.join(LOGPROBS)}; got {logprobs!r}.")
 
 
-def _shape(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)}"
-
-
 def _check_shapes(given: Verify) -> None:
     logits, draft_tokens, positions = given.logits, given.draft_tokens, given.positions
-    require(logits.dim() == 3, lambda: f"logits must be [B, R, V], got {_shape(logits)}.")
+    rows = "B" if given.draft_rows is None else "N"
+    shapes = {"draft_logits": f"{rows} Kd Vd", "target_to_draft": "V"}
+    check_shapes(given, logits="B R V", draft_tokens="B K", positions="B T", raw_logits="B R V", **shapes)
     require(logits.dtype.is_floating_point, lambda: f"logits must be floating point, got {logits.dtype}.")
-    batch, rows, _ = logits.shape
-    require(
-        draft_tokens.dim() == 2 and draft_tokens.shape[0] == batch,
-        lambda: f"draft_tokens must be [B, K] with B = {batch} as in logits, got {_shape(draft_tokens)}.",
-    )
     integer = not draft_tokens.dtype.is_floating_point
     require(integer, lambda: f"draft_tokens must be integers, got {draft_tokens.dtype}.")
-    width = draft_tokens.shape[1] + 1
+    count, width, places = logits.shape[1], draft_tokens.shape[1] + 1, positions.shape
+    wanted = [places[0], width]
+    require(places[1] == width, lambda: f"positions must be [B, K + 1] = {wanted}, one per row, got {list(places)}.")
     require(
-        rows >= 1 and rows <= width,
-        lambda: f"logits must have 1 to K + 1 = {width} rows for K = {width - 1} drafts, got {rows}.",
+        count >= 1 and count <= width,
+        lambda: f"logits must have 1 to K + 1 = {width} rows for K = {width - 1} drafts, got {count}.",
     )
-    require(
-        positions.dim() == 2 and positions.shape[0] == batch and positions.shape[1] == width,
-        lambda: f"positions must be [B, K + 1] = {[batch, width]}, one per row, got {_shape(positions)}.",
-    )
-    raw = given.raw_logits
-    if raw is not None:
-        require(
-            raw.shape == logits.shape,
-            lambda: f"raw_logits must have the shape of logits, {_shape(logits)}, got {_shape(raw)}.",
-        )
-    require(positions.dtype == torch.int64, lambda: f"positions must be int64, got {positions.dtype}.")
-    if given.draft_logits is not None:
-        _check_draft_logits(given.draft_logits, batch if given.draft_rows is None else None)
-        _check_map(given.target_to_draft, logits.shape[2])
+    _check_dtype("positions", positions, torch.int64)
 
 
-def _check_draft_logits(draft_logits: Tensor, batch: int | None) -> None:
-    """``batch`` is None if ``draft_rows`` names the rows."""
-    known = "any number of rows" if batch is None else f"B = {batch}"
-    require(
-        draft_logits.dim() == 3 and (batch is None or draft_logits.shape[0] == batch),
-        lambda: f"draft_logits must be [B, Kd, Vd] with {known}, got {_shape(draft_logits)}.",
-    )
-
-
-def _check_map(ids: Tensor | None, vocab: int) -> None:
-    if ids is not None:
-        require(
-            ids.dim() == 1 and ids.shape[0] == vocab,
-            lambda: f"target_to_draft must be [V] = [{vocab}], one draft id per target id, got {_shape(ids)}.",
-        )
-
-
-def _check_vector(name: str, value: Tensor | None, batch: int, dtype: torch.dtype | None) -> None:
-    if value is None:
-        return
-    require(
-        value.dim() == 1 and value.shape[0] == batch,
-        lambda: f"{name} must have one value per sequence, [{batch}], got {_shape(value)}.",
-    )
-    fits = dtype is None or value.dtype == dtype
-    require(fits, lambda: f"{name} must be {str(dtype).removeprefix('torch.')}, got {value.dtype}.")
+def _check_dtype(name: str, value: Tensor | None, dtype: torch.dtype | None) -> None:
+    fits = value is None or dtype is None or value.dtype == dtype
+    require(fits, lambda: f"{name} must be {str(dtype).removeprefix('torch.')}, got {value.dtype}.")  # type: ignore[union-attr]
 
 
 def _check_options(given: Verify) -> None:

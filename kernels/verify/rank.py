@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.checks import check_shapes
 from specgraph.kernels.launch import block_size, contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, not_float64, triton_or_reference
 
@@ -96,15 +96,8 @@ def rank_triton(given: Rank) -> Tensor:
 
 
 def _rank_fake(given: Rank) -> Tensor:
-    logits, tokens = given.logits, given.tokens
-    require(logits.dim() == 3, lambda: f"logits must be [B, R, V], not {list(logits.shape)}")
-    batch, rows, _ = logits.shape
-    require(
-        tokens.dim() == 3 and tokens.shape[:2] == (batch, rows),
-        lambda: f"tokens must be [{batch}, {rows}, C], not {list(tokens.shape)}",
-    )
-    check_batch(given, batch, "num_ranked")
-    return given.tokens.new_empty(tokens.shape, dtype=torch.int32)
+    check_shapes(given, logits="B R V", tokens="B R C", num_ranked="B")
+    return given.tokens.new_empty(given.tokens.shape, dtype=torch.int32)
 
 
 RANK = declare(

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
@@ -86,7 +86,7 @@ def check(given: Score) -> None:
         ValueError: names the argument, what it is and what it must be.
     """
     logits, tokens = given.logits, given.tokens
-    require(logits.dim() == 3, lambda: f"logits must be [B, R, V], got {list(logits.shape)}.")
+    check_shapes(given, logits="B R V", **dict.fromkeys(("num_scored", "temperature", "top_k", "top_p", "min_p"), "B"))
     require(logits.dtype.is_floating_point, lambda: f"logits must be floating point, got {logits.dtype}.")
     batch, rows, _ = logits.shape
     require(
@@ -97,17 +97,10 @@ def check(given: Score) -> None:
         ),
     )
     require(tokens.dtype == torch.int64, lambda: f"tokens must be int64, got {tokens.dtype}.")
-    for name in ("num_scored", "temperature", "top_k", "top_p", "min_p"):
-        _check_vector(name, getattr(given, name), batch)
     kinds = ", ".join(KINDS)
     require(given.logprobs in KINDS, lambda: f"logprobs must be one of {kinds}; got {given.logprobs!r}.")
     missing = given.logprobs == "processed" and given.temperature is None
     require(not missing, lambda: "logprobs='processed' needs a temperature for every sequence.")
-
-
-def _check_vector(name: str, value: Tensor | None, batch: int) -> None:
-    fits = value is None or (value.dim() == 1 and value.shape[0] == batch)
-    require(fits, lambda: f"{name} must have one value per sequence, [{batch}], got {list(value.shape)}.")  # type: ignore[union-attr]
 
 
 def score_reference(given: Score) -> Scored:

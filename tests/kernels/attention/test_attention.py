@@ -385,17 +385,17 @@ def put(index: int, *shape: int, dtype: torch.dtype = torch.float64) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put(0, 2, 3, DIM), r"q, k and v must be \[B, H, T, D\]"),
-        (put(2, 2, GROUPS, 4, VALUE_DIM), r"k \(2, 2, 3, 6\) and v \(2, 2, 4, 5\) must agree in B, H, T"),
-        (put(0, 2, HEADS, 4, DIM), "q and k must agree in B and T"),
-        (put(0, 2, HEADS, 3, 8), "q and k head dims differ: 8 and 6"),
+        (put(0, 2, 3, DIM), r"q must be \[B, Hq, T, D\], not \[2, 3, 6\]"),
+        (put(2, 2, GROUPS, 4, VALUE_DIM), r"v must be \[B, Hkv, T, Dv\] = \[2, 2, 3, Dv\], not \[2, 2, 4, 5\]"),
+        (put(0, 2, HEADS, 4, DIM), r"k must be \[B, Hkv, T, D\] = \[2, 2, 4, 6\], not \[2, 2, 3, 6\]"),
+        (put(0, 2, HEADS, 3, 8), r"k must be \[B, Hkv, T, D\] = \[2, 2, 3, 8\], not \[2, 2, 3, 6\]"),
         (put(0, 2, 3, 3, DIM), "3 heads do not group over 2"),
-        (put(3, 2, BLOCK, GROUPS, 8), r"k_cache must end in \(2, 6\)"),
-        (put(4, 2, BLOCK, GROUPS, DIM), r"v_cache must end in \(2, 5\)"),
+        (put(3, 2, BLOCK, GROUPS, 8), r"k_cache must be \[N, S, H, D\] = .*, 2, 6\], not"),
+        (put(4, 2, BLOCK, GROUPS, DIM), r"v_cache must be \[N, S, H, Dv\] = .*, 2, 5\], not"),
         (put(4, 2, BLOCK, GROUPS, VALUE_DIM, dtype=torch.float32), "v_cache must have the dtype of the rows"),
-        (put(5, 2, 4), r"slots must be \(2, 3\), not \(2, 4\)"),
-        (put(6, 3, 1), r"block_table must be \[B, M\]"),
-        (put(7, 2, 2), r"positions must be \(2, 3\), not \(2, 2\)"),
+        (put(5, 2, 4), r"slots must be \[B, T\] = \[2, 3\], not \[2, 4\]"),
+        (put(6, 3, 1), r"block_table must be \[B, M\] = \[2, M\], not \[3, 1\]"),
+        (put(7, 2, 2), r"positions must be \[B, T\] = \[2, 3\], not \[2, 2\]"),
     ],
 )
 def test_fake_tensors_refuse_wrong_shapes(change: Change, message: str):
@@ -406,7 +406,7 @@ def test_fake_tensors_refuse_wrong_shapes(change: Change, message: str):
 
 
 def test_fake_tensors_refuse_sinks_that_are_not_one_per_head():
-    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"sinks must be \[4\], not \(3,\)"):
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"sinks must be \[Hq\] = \[4\], not \[3\]"):
         attention(*map(mode.from_tensor, rows(3)), mode.from_tensor(torch.zeros(3)), scale=1.0)
 
 

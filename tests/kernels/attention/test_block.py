@@ -225,9 +225,9 @@ def test_context_rows_are_written_to_their_slots_and_nowhere_else(rotary: bool |
 
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"q": (2, 5, 4, 16)}, "5 heads do not group over 2"),
-    "cache": ({"k_cache": (3, 8, 2, 24)}, r"k_cache must end in \(2, 16\)"),
-    "positions": ({"positions": (2, 5)}, r"positions must be \(2, 4\), not \(2, 5\)"),
-    "table": ({"block_table": (3, 7)}, "block_table must have one row per sequence, 2, not 3"),
+    "cache": ({"k_cache": (3, 8, 2, 24)}, r"k_cache must be \[N, S, H, D\] = .*, 2, 16\], not \[3, 8, 2, 24\]"),
+    "positions": ({"positions": (2, 5)}, r"positions must be \[B, T\] = \[2, 4\], not \[2, 5\]"),
+    "table": ({"block_table": (3, 7)}, r"block_table must be \[B, M\] = \[2, M\], not \[3, 7\]"),
     "angles": ({"cos": (2, 4, 16)}, "cos and sin must both be given, or neither of them"),
     "window": ({"window": 0}, "a window has at least one position, not 0"),
 }

@@ -110,9 +110,9 @@ def test_no_sequences() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     given, _ = case(6)
     for name, value, message in (
-        ("bias_tokens", given["bias_tokens"][:2], "bias_tokens must have one row per sequence, 5, not 2"),
-        ("bias_tokens", given["bias_tokens"][:, 0], "bias_tokens must be [B, P], not 1-d"),
-        ("bias_until", given["bias_until"][:, :3], "bias_ends, bias_values and bias_until must be [B, L] alike"),
+        ("bias_tokens", given["bias_tokens"][:2], "bias_tokens must be [B, P] = [5, P], not [2, "),
+        ("bias_tokens", given["bias_tokens"][:, 0], "bias_tokens must be [B, P] = [5, P], not [5]"),
+        ("bias_until", given["bias_until"][:, :3], "bias_until must be [B, L] = [5, "),
     ):
         with pytest.raises(ValueError) as caught:
             torch.ops.specgraph.add_biases(*{**given, name: value}.values())

@@ -77,7 +77,7 @@ def test_what_is_not_finite_is_forced_too_and_float64_stays() -> None:
 
 def test_shapes_that_do_not_fit() -> None:
     given = case(3)
-    with pytest.raises(ValueError, match="forced_bos_token_id must have one row per sequence, 5, not 2"):
+    with pytest.raises(ValueError, match=r"forced_bos_token_id must be \[B\] = \[5\], not \[2\]"):
         torch.ops.specgraph.force_tokens(*{**given, "forced_bos_token_id": given["forced_bos_token_id"][:2]}.values())
     with pytest.raises(ValueError, match="there are 3 rows of logits for a window of 2 rows"):
         torch.ops.specgraph.force_tokens(*{**given, "window": given["window"][:, :2]}.values())

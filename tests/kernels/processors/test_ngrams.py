@@ -79,7 +79,7 @@ def test_float64_no_sequences_and_no_sizes() -> None:
     none = {name: part if name == "history" else part[:0] for name, part in given.items()}
     for name in ("reference", "triton"):
         assert run(FORMS[name], none).shape == (0, 3, 19)
-    with pytest.raises(ValueError, match="no_repeat_ngram_size must have one row per sequence, 5, not 2"):
+    with pytest.raises(ValueError, match=r"no_repeat_ngram_size must be \[B\] = \[5\], not \[2\]"):
         torch.ops.specgraph.ban_ngrams(*{**given, "no_repeat_ngram_size": given["no_repeat_ngram_size"][:2]}.values())
 
 

@@ -159,13 +159,13 @@ def test_no_sequences_and_no_options() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     given = case(8)
     for name, value, message in (
-        ("logits", given["logits"][0], "logits must be [B, R, V], not 2-d"),
+        ("logits", given["logits"][0], "logits must be [B, R, V], not [3, 19]"),
         ("window", given["window"][:, :2], "there are 3 rows of logits for a window of 2 rows"),
-        ("start", given["start"][:2], "start must have one row per sequence, 5, not 2"),
+        ("start", given["start"][:2], "start must be [B] = [5], not [2]"),
         (
             "presence_penalty",
             given["presence_penalty"][:2],
-            "presence_penalty must have one row per sequence, 5, not 2",
+            "presence_penalty must be [B] = [5], not [2]",
         ),
     ):
         with pytest.raises(ValueError) as caught:

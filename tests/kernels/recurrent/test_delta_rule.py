@@ -317,7 +317,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         with pytest.raises(ValueError, match="4 heads do not group over 3"):
             op(q[:, :, :1].expand(-1, -1, 3, -1), k[:, :, :1].expand(-1, -1, 3, -1), v, gate, rate, scale=1.0)
-        with pytest.raises(ValueError, match=r"g must be \[1, 3, 4\], not \[1, 3, 3\]"):
+        with pytest.raises(ValueError, match=r"g must be \[B, T, H\] = \[1, 3, 4\], not \[1, 3, 3\]"):
             op(q, k, v, gate[..., :3], rate, scale=1.0)
-        with pytest.raises(ValueError, match=r"g must be \[1, 3, 4, 40\], not \[1, 3, 4, 39\]"):
+        with pytest.raises(ValueError, match=r"g must be \[B, T, H, Dk\] = \[1, 3, 4, 40\], not \[1, 3, 4, 39\]"):
             op(q, k, v, gate.unsqueeze(-1).expand(-1, -1, -1, KEY - 1), rate, scale=1.0)

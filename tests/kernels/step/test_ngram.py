@@ -328,11 +328,11 @@ def test_what_does_not_fit_is_refused() -> None:
     length = meta[:, 0]
     with pytest.raises(ValueError, match="history has 3 rows, not 2: name the row of each sequence in rows"):
         ops.ngram_lookup(meta, None, length[:2], 3, 4, 1)
-    with pytest.raises(ValueError, match="rows must have one row per sequence, 2, not 3"):
+    with pytest.raises(ValueError, match=r"rows must be \[B\] = \[2\], not \[3\]"):
         ops.ngram_lookup(meta, length, length[:2], 3, 4, 1)
-    with pytest.raises(ValueError, match=r"length must be \[B\], not 2-d"):
+    with pytest.raises(ValueError, match=r"length must be \[B\], not \[3, 9\]"):
         ops.ngram_lookup(meta, None, meta, 3, 4, 1)
-    with pytest.raises(ValueError, match=r"history must be \[N, S\], not 1-d"):
+    with pytest.raises(ValueError, match=r"history must be \[N, S\], not \[3\]"):
         ops.ngram_lookup(length, None, length, 3, 4, 1)
     with pytest.raises(ValueError, match=r"history must be int64, not torch\.int32"):
         ops.ngram_lookup(meta.int(), None, length, 3, 4, 1)
@@ -341,7 +341,7 @@ def test_what_does_not_fit_is_refused() -> None:
             ValueError, match=f"min_ngram must be at least 1 .* not {shortest} with max_ngram {longest}"
         ):
             ops.ngram_lookup(meta, None, length, 3, longest, shortest)
-    with pytest.raises(ValueError, match=r"tokens and positions must both be \[B, T\]"):
+    with pytest.raises(ValueError, match=r"positions must be \[B, T\] = \[3, 9\], not \[3, 8\]"):
         ops.record_tokens(meta, None, meta, meta[:, 1:], length)
-    with pytest.raises(ValueError, match="num_rows must have one row per sequence, 3, not 2"):
+    with pytest.raises(ValueError, match=r"num_rows must be \[B\] = \[3\], not \[2\]"):
         ops.record_tokens(meta, None, meta, meta, length[:2])

@@ -106,7 +106,7 @@ def test_the_last_columns_are_those_of_a_trace() -> None:
     ("why", "message"),
     [
         (torch.zeros(3, 4), "traced must be int32, not torch.float32"),
-        (torch.zeros(2, 4, dtype=torch.int32), "traced must have one row per sequence, 3, not 2"),
+        (torch.zeros(2, 4, dtype=torch.int32), r"traced must be \[B, X\] = \[3, X\], not \[2, 4\]"),
     ],
 )
 def test_a_trace_of_another_kind_is_refused(why: Tensor, message: str) -> None:

@@ -150,12 +150,12 @@ def test_what_does_not_fit_is_refused():
     ops, meta = torch.ops.specgraph, torch.zeros(2, 3, 4, device="meta")
     with pytest.raises(ValueError, match="there are no 4 rows together"):
         ops.consecutive_rows(meta, meta[:, 0, 0].long(), 4, True)
-    with pytest.raises(ValueError, match="first must have one row per sequence, 2, not 1"):
+    with pytest.raises(ValueError, match=r"first must be \[B\] = \[2\], not \[1\]"):
         ops.consecutive_rows(meta, meta[:1, 0, 0].long(), 2, False)
-    with pytest.raises(ValueError, match="start must have one row per sequence, 2, not 1"):
+    with pytest.raises(ValueError, match=r"start must be \[B\] = \[2\], not \[1\]"):
         tokens = meta[..., 0].long()
         ops.finalize_step(tokens, tokens, tokens[:1, 0], tokens[:, 0], tokens)
-    with pytest.raises(ValueError, match=r"hidden must be \[B, T, H\], mask_hidden \[H\]"):
+    with pytest.raises(ValueError, match=r"mask_hidden must be \[H\] = \[4\], not \[2\]"):
         ops.expand_draft_inputs(
             meta[..., 0].long(), meta[:, 0, 0].long(), meta, meta[0, 0, :2], mask_token_id=1, count=1
         )

@@ -172,7 +172,7 @@ def test_the_op_passes_torchs_own_checks(rule: str) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.ones(2, dtype=torch.bool), r"point_mass must have one value per sequence, \[64\], got \[2\]"),
+        (torch.ones(2, dtype=torch.bool), r"point_mass must be \[B\] = \[64\], not \[2\]"),
         (torch.ones(64), "point_mass must be bool, got torch.float32"),
     ],
 )

@@ -76,8 +76,8 @@ def test_the_op_follows_its_schema() -> None:
     ("change", "message"),
     [
         ({"logits": torch.zeros(4, 3)}, "logits must be [B, R, V], not [4, 3]"),
-        ({"tokens": torch.zeros(4, 2, 2, dtype=torch.int64)}, "tokens must be [4, 3, C], not [4, 2, 2]"),
-        ({"num_ranked": torch.zeros(2, dtype=torch.int64)}, "num_ranked must have one row per sequence, 4, not 2"),
+        ({"tokens": torch.zeros(4, 2, 2, dtype=torch.int64)}, "tokens must be [B, R, C] = [4, 3, C], not [4, 2, 2]"),
+        ({"num_ranked": torch.zeros(2, dtype=torch.int64)}, "num_ranked must be [B] = [4], not [2]"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

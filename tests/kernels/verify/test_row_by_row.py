@@ -179,5 +179,5 @@ def test_bad_shapes_are_refused() -> None:
     for rule in SHARED_NOISE_RULES:
         given = problem(rule=rule)
         given.temperature = given.temperature[:2]
-        with pytest.raises(ValueError, match="temperature must have one value per sequence"):
+        with pytest.raises(ValueError, match=r"temperature must be \[B\] = \[48\], not \[2\]"):
             verified(given)

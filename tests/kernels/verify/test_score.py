@@ -151,7 +151,7 @@ def test_the_op_follows_its_schema() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logits": torch.zeros(3, 4)}, "logits must be [B, R, V], got [3, 4]."),
+        ({"logits": torch.zeros(3, 4)}, "logits must be [B, R, V], not [3, 4]"),
         ({"logits": torch.zeros(3, 4, 9, dtype=torch.int64)}, "logits must be floating point, got torch.int64."),
         ({"tokens": torch.zeros(3, 2, dtype=torch.int64)},
          "tokens must be [B, R] or [B, R - 1] for B = 3 and R = 4, with or without a last dimension for candidates, "
@@ -160,10 +160,10 @@ def test_the_op_follows_its_schema() -> None:
          "tokens must be [B, R] or [B, R - 1] for B = 3 and R = 4, with or without a last dimension for candidates, "
          "got [3, 2, 2]."),
         ({"num_scored": torch.zeros(3, 2, dtype=torch.int64)},
-         "num_scored must have one value per sequence, [3], got [3, 2]."),
+         "num_scored must be [B] = [3], not [3, 2]"),
         ({"tokens": torch.zeros(3, 3)}, "tokens must be int64, got torch.float32."),
         ({"num_scored": torch.zeros(2, dtype=torch.int64)},
-         "num_scored must have one value per sequence, [3], got [2]."),
+         "num_scored must be [B] = [3], not [2]"),
         ({"logprobs": "both"}, "logprobs must be one of raw, processed; got 'both'."),
         ({"logprobs": "processed"}, "logprobs='processed' needs a temperature for every sequence."),
     ],

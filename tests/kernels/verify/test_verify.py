@@ -550,7 +550,7 @@ def test_the_ops_defaults_are_strict_without_logprobs() -> None:
 BAD = [
     ({"rule": "greedy"}, "rule must be one of strict, probabilistic, block, typical, synthetic; got 'greedy'."),
     ({"logprobs": "all"}, "logprobs must be one of none, raw, processed; got 'all'."),
-    ({"logits": torch.zeros(3, 7)}, "logits must be [B, R, V], got [3, 7]."),
+    ({"logits": torch.zeros(3, 7)}, "logits must be [B, R, V], not [3, 7]"),
     (
         {"logits": torch.zeros(3, 6, 7)},
         "logits must have 1 to K + 1 = 5 rows for K = 4 drafts, got 6.",
@@ -561,25 +561,25 @@ BAD = [
     ),
     (
         {"draft_tokens": torch.zeros(2, 4, dtype=torch.int64)},
-        "draft_tokens must be [B, K] with B = 3 as in logits, got [2, 4].",
+        "draft_tokens must be [B, K] = [3, K], not [2, 4]",
     ),
     ({"draft_tokens": torch.zeros(3, 4)}, "draft_tokens must be integers, got torch.float32."),
     (
         {"draft_logits": torch.zeros(2, 4, 7)},
-        "draft_logits must be [B, Kd, Vd] with B = 3, got [2, 4, 7].",
+        "draft_logits must be [B, Kd, Vd] = [3, Kd, Vd], not [2, 4, 7]",
     ),
     (
         {"target_to_draft": torch.arange(6)},
-        "target_to_draft must be [V] = [7], one draft id per target id, got [6].",
+        "target_to_draft must be [V] = [7], not [6]",
     ),
     (
         {"positions": torch.zeros(3, 4, dtype=torch.int64)},
         "positions must be [B, K + 1] = [3, 5], one per row, got [3, 4].",
     ),
     ({"positions": torch.zeros(3, 5)}, "positions must be int64, got torch.float32."),
-    ({"temperature": torch.ones(1)}, "temperature must have one value per sequence, [3], got [1]."),
+    ({"temperature": torch.ones(1)}, "temperature must be [B] = [3], not [1]"),
     ({"seeds": torch.zeros(3)}, "seeds must be int64, got torch.float32."),
-    ({"top_p": torch.ones(3, 1)}, "top_p must have one value per sequence, [3], got [3, 1]."),
+    ({"top_p": torch.ones(3, 1)}, "top_p must be [B] = [3], not [3, 1]"),
     ({"num_rows": torch.ones(3)}, "num_rows must be int64, got torch.float32."),
     ({"acceptance_rate": 1.5}, "acceptance_rate must be in [0, 1]; got 1.5."),
     ({"posterior_alpha": -1.0}, "posterior_threshold and posterior_alpha must not be negative; got 0.09 and -1.0."),
