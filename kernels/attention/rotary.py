@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
@@ -113,14 +113,11 @@ def rotary_angles_triton(given: RotaryAngles) -> tuple[Tensor, Tensor]:
 
 
 def _check(given: RotaryAngles) -> None:
-    positions, inv_freq = given.positions, given.inv_freq
+    inv_freq = given.inv_freq
     if given.layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {given.layout!r}.")
-    require(positions.dim() == 2, lambda: f"positions must be [B, T], not {positions.dim()}-d")
-    require(
-        inv_freq.dim() == 1 and inv_freq.dtype.is_floating_point,
-        lambda: f"inv_freq must be float [F], not {inv_freq.dtype} {inv_freq.dim()}-d",
-    )
+    check_shapes(given, positions="B T", inv_freq="F")
+    require(inv_freq.dtype.is_floating_point, lambda: f"inv_freq must be float, not {inv_freq.dtype}")
 
 
 def _rotary_angles_fake(given: RotaryAngles) -> tuple[Tensor, Tensor]:

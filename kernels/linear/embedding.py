@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import block_size, contiguous, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.ops import declare, triton_or_reference
 
@@ -68,7 +68,7 @@ def embedding_triton(given: Embedding) -> Tensor:
 
 def _embedding_fake(given: Embedding) -> Tensor:
     weight, tokens = given.weight, given.tokens
-    require(weight.dim() == 2, lambda: f"weight must be [V, H], not {weight.dim()}-d")
+    check_shapes(given, weight="V H")
     require(tokens.dtype == torch.int64, lambda: f"tokens must be int64, not {tokens.dtype}")
     return weight.new_empty((*tokens.shape, weight.shape[1]))
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.linear.norm import RmsNorm, rms_norm_reference, rms_norm_row
 from specgraph.kernels.linear.strides import Rows, aligned, row_options
@@ -92,16 +92,10 @@ def gated_rms_norm_triton(given: GatedRmsNorm) -> Tensor:
 
 
 def _gated_rms_norm_fake(given: GatedRmsNorm) -> Tensor:
-    x, gate, weight = given.x, given.gate, given.weight
+    x, gate = given.x, given.gate
     require(x.dim() >= 1 and x.dtype.is_floating_point, lambda: f"x must be float [..., D], not {x.dtype} {x.dim()}-d")
-    require(
-        gate.dtype == x.dtype and gate.dim() >= 1 and gate.shape[-1] == x.shape[-1],
-        lambda: f"gate must be {x.dtype} [..., {x.shape[-1]}], not {gate.dtype} {list(gate.shape)}",
-    )
-    require(
-        weight is None or (weight.dim() == 1 and weight.shape[0] == x.shape[-1]),
-        lambda: f"weight must be [{x.shape[-1]}], not {list(weight.shape) if weight is not None else None}",
-    )
+    check_shapes(given, x="... D", gate="... D", weight="D")
+    require(gate.dtype == x.dtype, lambda: f"gate must be {x.dtype}, not {gate.dtype}")
     require(given.activation in GATES, lambda: f"activation is one of {', '.join(GATES)}, not {given.activation!r}")
     return x.new_empty(x.shape)
 

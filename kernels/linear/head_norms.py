@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.linear.norm import RmsNorm, rms_norm_reference, rms_norm_row
 from specgraph.kernels.linear.strides import aligned, alignment_of, row_options
@@ -108,18 +108,10 @@ def _heads(x: Tensor, alignment: int) -> Tensor:
 def _check(given: RmsNorms) -> None:
     inputs, weights = given.inputs, given.weights
     require(len(inputs) == len(weights), lambda: f"{len(inputs)} inputs have {len(weights)} weights")
-    for x, weight in zip(inputs, weights, strict=True):
-        _check_input(x, weight, inputs[0])
-
-
-def _check_input(x: Tensor, weight: Tensor, first: Tensor) -> None:
-    shape = list(x.shape)
-    require(x.dim() == 4 and x.dtype.is_floating_point, lambda: f"inputs are float [B, T, heads, D], not {shape}")
-    require(
-        x.dtype == first.dtype and (*x.shape[:2], x.shape[3]) == (*first.shape[:2], first.shape[3]),
-        lambda: f"inputs differ in the number of heads alone, not as {list(first.shape)} and {shape}",
-    )
-    require(weight.shape == x.shape[3:], lambda: f"weights must be [{x.shape[3]}], not {list(weight.shape)}")
+    check_shapes(given, inputs="B T * D", weights="D")
+    dtypes = sorted({str(x.dtype) for x in inputs})
+    fits = len(dtypes) == 1 and inputs[0].dtype.is_floating_point
+    require(fits, lambda: f"inputs are of one floating-point dtype, not {' and '.join(dtypes)}")
 
 
 def _rms_norms_fake(given: RmsNorms) -> list[Tensor]:

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import dense_rows, runs_gluon, supports_pdl
 from specgraph.kernels.linear.linear_triton import NORM_GROUP
 from specgraph.kernels.linear.product import Product, Tiles, as_rows, is_gated, launch_norm_parts, launch_tiles
@@ -227,15 +227,12 @@ def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _linear_fake(given: Linear | LinearNorm) -> Tensor:
-    x, weight, bias, residual, sum_sq = given.x, given.weight, given.bias, given.residual, given.sum_sq
+    x, weight, residual, sum_sq = given.x, given.weight, given.residual, given.sum_sq
     activation = given.activation
     require(activation in ACTIVATIONS, lambda: f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
-    require(weight.dim() == 2, lambda: f"weight must be [O, I], not {tuple(weight.shape)}")
+    check_shapes(given, weight="O I", x="... I", bias="O")
     outer, inner = weight.shape
-    require(x.shape[-1] == inner, lambda: f"x has {x.shape[-1]} features, the weight takes {inner}")
     require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
-    if bias is not None:
-        require(bias.shape == (outer,), lambda: f"bias must be [{outer}], not {tuple(bias.shape)}")
     if sum_sq is not None:
         wanted = (*x.shape[:-1], -(-inner // NORM_GROUP))
         require(sum_sq.shape == wanted, lambda: f"sum_sq must be {wanted}, not {tuple(sum_sq.shape)}")
@@ -252,8 +249,7 @@ def _linear_fake(given: Linear | LinearNorm) -> Tensor:
 
 
 def _norm_parts_fake(given: NormParts) -> tuple[Tensor, Tensor]:
-    inner, weight = given.x.shape[-1], given.norm_weight
-    require(weight.shape == (inner,), lambda: f"norm_weight must be [{inner}], not {tuple(weight.shape)}")
+    check_shapes(given, x="... I", norm_weight="I")
     return _empty_parts(given.x)
 
 

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.linear.strides import Rows, aligned, row_options
 from specgraph.kernels.ops import declare, triton_or_reference
@@ -286,30 +286,22 @@ def row_mean_triton(given: RowMean) -> Tensor:
     return _launch(_row_mean_kernel, Rows.of(given.x), given.x.new_empty((*given.x.shape[:-1], 1)))
 
 
-def _check_input(x: Tensor, **vectors: Tensor | None) -> None:
+def _check_input(x: Tensor) -> None:
     require(x.dim() >= 1 and x.dtype.is_floating_point, lambda: f"x must be float [..., H], not {x.dtype} {x.dim()}-d")
     require(x.shape[-1] > 0, lambda: "x must have at least one feature")
-    for name, vector in vectors.items():
-        if vector is not None:
-            _check_vector(name, vector, x)
-
-
-def _check_vector(name: str, vector: Tensor, x: Tensor) -> None:
-    require(
-        vector.dim() == 1 and vector.shape[0] == x.shape[-1],
-        lambda: f"{name} must be [{x.shape[-1]}], one value per feature of x, not {list(vector.shape)}",
-    )
 
 
 def _rms_norm_fake(given: RmsNorm) -> Tensor:
-    _check_input(given.x, weight=given.weight)
+    _check_input(given.x)
+    check_shapes(given, x="... H", weight="H")
     return given.x.new_empty(given.x.shape)
 
 
 def _rms_norm_pair_fake(given: RmsNormPair) -> Tensor:
     x, y, tokens = given.x, given.y, given.tokens
-    _check_input(x, x_weight=given.x_weight)
-    _check_input(y, y_weight=given.y_weight)
+    _check_input(x)
+    _check_input(y)
+    check_shapes(given, y="... H", x_weight="H", y_weight="H")
     rows = x.shape[:-1] if tokens is None else tokens.shape
     require(
         x.dtype == y.dtype and x.shape[-1] == y.shape[-1] and rows == y.shape[:-1],
@@ -320,7 +312,8 @@ def _rms_norm_pair_fake(given: RmsNormPair) -> Tensor:
 
 
 def _layer_norm_fake(given: LayerNorm) -> Tensor:
-    _check_input(given.x, weight=given.weight, bias=given.bias)
+    _check_input(given.x)
+    check_shapes(given, x="... H", weight="H", bias="H")
     return given.x.new_empty(given.x.shape)
 
 

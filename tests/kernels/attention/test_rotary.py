@@ -85,7 +85,7 @@ def test_the_op_is_registered_as_it_behaves():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="layout must be one of halves, pairs, once; got 'odd'"):
         rotary_angles(at(1), frequencies(2), dtype=torch.float32, layout="odd")
-    with pytest.raises(ValueError, match=r"positions must be \[B, T\], not 1-d"):
+    with pytest.raises(ValueError, match=r"positions must be \[B, T\], not \["):
         rotary_angles(at(1)[0], frequencies(2), dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"inv_freq must be float \[F\], not torch.int64 2-d"):
+    with pytest.raises(ValueError, match=r"inv_freq must be \[F\], not"):
         rotary_angles(at(1), at(1), dtype=torch.float32)

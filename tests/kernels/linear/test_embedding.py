@@ -38,7 +38,7 @@ def test_the_op_is_registered_as_it_behaves() -> None:
 @pytest.mark.parametrize(
     ("table", "tokens", "message"),
     [
-        (torch.empty(3), torch.zeros(2, dtype=torch.int64), r"weight must be \[V, H\], not 1-d"),
+        (torch.empty(3), torch.zeros(2, dtype=torch.int64), r"weight must be \[V, H\], not \[3\]"),
         (torch.empty(3, 2), torch.zeros(2, dtype=torch.int32), "tokens must be int64, not torch.int32"),
     ],
 )

@@ -65,7 +65,7 @@ def test_what_does_not_belong_to_a_row_is_not_read() -> None:
 @pytest.mark.parametrize(
     ("gate", "activation", "message"),
     [
-        (torch.zeros(2, 7), "silu", r"gate must be torch.float32 \[..., 8\], not torch.float32 \[2, 7\]"),
+        (torch.zeros(2, 7), "silu", r"gate must be \[\.\.\., D\] = \[\.\.\., 8\], not \[2, 7\]"),
         (torch.zeros(2, 8).half(), "silu", "gate must be torch.float32"),
         (torch.zeros(2, 8), "tanh", "activation is one of silu, sigmoid, not 'tanh'"),
     ],

@@ -328,10 +328,10 @@ def test_the_ops_are_registered_as_they_behave(activation: str):
 @pytest.mark.parametrize(
     ("index", "shape", "message"),
     [
-        (0, (3, 25), "x has 25 features, the weight takes 24"),
-        (1, (80,), r"weight must be \[O, I\], not \(80,\)"),
+        (0, (3, 25), r"x must be \[\.\.\., I\] = \[\.\.\., 24\], not \[3, 25\]"),
+        (1, (80,), r"weight must be \[O, I\], not \[80\]"),
         (1, (81, 24), "silu_mul takes gate rows and as many up rows, not 81 together"),
-        (2, (40,), r"bias must be \[80\], not \(40,\)"),
+        (2, (40,), r"bias must be \[O\] = \[80\], not \[40\]"),
         (3, (3, 80), r"residual must be \(3, 40\), not \(3, 80\)"),
         (4, (3, 2), r"sum_sq must be \(3, 1\), not \(3, 2\)"),
     ],
@@ -347,7 +347,7 @@ def test_fake_tensors_refuse_wrong_shapes(index: int, shape: tuple[int, ...], me
 
 
 def test_fake_tensors_refuse_a_norm_of_another_width():
-    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"norm_weight must be \[24\], not \(25,\)"):
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"norm_weight must be \[I\] = \[24\], not \[25\]"):
         torch.ops.specgraph.norm_parts(mode.from_tensor(torch.zeros(3, 24)), mode.from_tensor(torch.zeros(25)))
 
 

@@ -187,9 +187,9 @@ def test_the_ops_are_registered_as_they_behave(weighted: bool):
 @pytest.mark.parametrize(
     ("name", "vectors", "message"),
     [
-        ("rms_norm", [(5,)], r"weight must be \[4\], one value per feature of x, not \[5\]"),
-        ("rms_norm", [(1, 4)], r"weight must be \[4\]"),
-        ("layer_norm", [(4,), (3,)], r"bias must be \[4\], one value per feature of x, not \[3\]"),
+        ("rms_norm", [(5,)], r"weight must be \[H\] = \[4\], not \[5\]"),
+        ("rms_norm", [(1, 4)], r"weight must be \[H\] = \[4\], not \[1, 4\]"),
+        ("layer_norm", [(4,), (3,)], r"bias must be \[H\] = \[4\], not \[3\]"),
     ],
 )
 def test_fake_tensors_refuse_wrong_shapes(name: str, vectors: list[tuple[int, ...]], message: str):
