@@ -4,7 +4,6 @@ from specgraph.kernels.verify.arguments import LOSSLESS_RULES as LOSSLESS_RULES
 from specgraph.kernels.verify.arguments import Verified as Verified
 from specgraph.kernels.verify.arguments import Verify as Verify
 from specgraph.kernels.verify.pieces import accept as accept
-from specgraph.kernels.verify.pieces import acceptance_chances as acceptance_chances
 from specgraph.kernels.verify.pieces import emit as emit
 from specgraph.kernels.verify.pieces import invert_vocabulary as invert_vocabulary
 from specgraph.kernels.verify.pieces import residual as residual

@@ -65,7 +65,8 @@ def step_noise(positions: Tensor, num_forced: Tensor, row: Tensor) -> tuple[Tens
     return positions.gather(1, first).expand_as(row), row - first
 
 
-def _locate(processed: Tensor, draft_tokens: Tensor, num_rows: Tensor, num_forced: Tensor) -> _Rows:
+def locate_rows(processed: Tensor, draft_tokens: Tensor, num_rows: Tensor, num_forced: Tensor) -> _Rows:
+    """The rows of ``processed`` ``[B, R, V]``, with the drafts that they verify."""
     count, vocab = processed.shape[1:]
     drafts = draft_tokens.shape[1]
     row = _logit_rows(drafts + 1, count, num_forced)
@@ -143,10 +144,15 @@ def _typical_chances(target_probs: Tensor, token: Tensor, threshold: float, alph
     return (_at(target_probs, token) > bound).to(target_probs.dtype)
 
 
-def _chances(
+def row_chances(
     processed: Tensor, draft_logits: Tensor | None, rows: _Rows, rule: str, target_to_draft: Tensor | None,
     point_mass: Tensor | None, posterior_threshold: float, posterior_alpha: float, acceptance_rate: float,
 ) -> Tensor:
+    """The probabilities ``[B, R]`` with which :func:`accept` compares its uniforms, one per row of logits.
+
+    For ``block`` they are the chances of the prefixes, of which the longest accepted one wins. For other rules they are
+    the chances of each draft, given that those before it are accepted. ``strict`` draws no uniforms and has no chances.
+    """
     if rule == "synthetic":
         return torch.full_like(processed[..., 0], acceptance_rate)
     probs = processed.softmax(-1)
@@ -158,44 +164,6 @@ def _chances(
     p, q = _at(probs, rows.draft), _at(draft_probs, rows.draft)
     ratio = p / q.clamp_min(torch.finfo(q.dtype).tiny)
     return torch.where((p >= q) & (p > 0), torch.ones_like(p), ratio.clamp(max=1.0))
-
-
-def acceptance_chances(
-    processed: Tensor,
-    draft_tokens: Tensor,
-    draft_logits: Tensor | None,
-    num_rows: Tensor,
-    num_forced: Tensor,
-    *,
-    rule: str,
-    target_to_draft: Tensor | None = None,
-    point_mass: Tensor | None = None,
-    posterior_threshold: float = 0.09,
-    posterior_alpha: float = 0.3,
-    acceptance_rate: float = 0.7,
-) -> Tensor:
-    """The probabilities with which :func:`accept` compares its uniforms.
-
-    For ``block`` they are the chances of the prefixes, of which the longest accepted one wins. For other rules they are
-    the chances of each draft, given that those before it are accepted. ``strict`` draws no uniforms and has no chances.
-
-    Takes the arguments of :func:`accept`.
-
-    Returns:
-        ``[B, R]`` in ``processed``'s dtype, one per row of logits; 0 where no draft is verified.
-
-    Raises:
-        ValueError: the rule is ``strict`` or does not exist.
-    """
-    check_rule(rule)
-    if rule == "strict":
-        raise ValueError("rule strict accepts by comparing tokens; it has no acceptance chances.")
-    rows = _locate(processed, draft_tokens, num_rows, num_forced)
-    chances = _chances(
-        processed, draft_logits, rows, rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha,
-        acceptance_rate,
-    )
-    return chances.masked_fill(~rows.live, 0.0)
 
 
 def accept(
@@ -236,11 +204,11 @@ def accept(
         ValueError: the rule does not exist.
     """
     check_rule(rule)
-    rows = _locate(processed, draft_tokens, num_rows, num_forced)
+    rows = locate_rows(processed, draft_tokens, num_rows, num_forced)
     if rule == "strict":
         good = sample(processed, seeds, positions.gather(1, rows.row)) == rows.draft
     else:
-        chances = _chances(
+        chances = row_chances(
             processed, draft_logits, rows, rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha,
             acceptance_rate,
         )
@@ -280,7 +248,7 @@ def residual(
         ValueError: the rule does not exist.
     """
     check_rule(rule)
-    rows = _locate(processed, draft_tokens, num_rows, num_forced)
+    rows = locate_rows(processed, draft_tokens, num_rows, num_forced)
     last = rows.last(num_accepted)
     own = processed.gather(1, last.unsqueeze(-1).expand(-1, -1, processed.shape[-1]))
     if rule not in STEP_NOISE_RULES:

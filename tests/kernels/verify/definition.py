@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.verify import Verified, Verify, verify_reference
+from specgraph.kernels.verify.pieces import locate_rows, row_chances
 
 
 def verified(
@@ -22,3 +23,14 @@ def verified(
         num_forced = torch.zeros_like(num_rows)
     given = {**absent, **options, "positions": positions, "num_rows": num_rows, "num_forced": num_forced}
     return verify_reference(Verify(logits, draft_tokens, draft_logits, **given))
+
+
+def acceptance_chances(
+    processed: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, num_rows: Tensor, num_forced: Tensor, *,
+    rule: str, target_to_draft: Tensor | None = None, point_mass: Tensor | None = None,
+    posterior_threshold: float = 0.09, posterior_alpha: float = 0.3, acceptance_rate: float = 0.7,
+) -> Tensor:  # fmt: skip
+    """The probabilities ``[B, R]`` with which ``accept`` compares its uniforms; 0 where no draft is verified."""
+    rows = locate_rows(processed, draft_tokens, num_rows, num_forced)
+    options = (rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha, acceptance_rate)
+    return row_chances(processed, draft_logits, rows, *options).masked_fill(~rows.live, 0.0)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.sampling.sample import RULES, STEP_NOISE_RULES, process_logits
-from specgraph.kernels.verify import Verified, acceptance_chances, emit, residual
-from tests.kernels.verify.definition import verified
+from specgraph.kernels.verify import Verified, emit, residual
+from tests.kernels.verify.definition import acceptance_chances, verified
 from tests.kernels.verify.test_verify import op_arguments
 from tests.kernels.verify.test_verify import problem as drafted
 from tests.kernels.verify.test_verify_triton import DEVICE, launch, problem, reference, with_cuts, with_draft_logits

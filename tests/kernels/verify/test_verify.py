@@ -24,14 +24,13 @@ from specgraph.kernels.step import bad_rows, needed_rows
 from specgraph.kernels.verify import (
     LOSSLESS_RULES,
     accept,
-    acceptance_chances,
     emit,
     invert_vocabulary,
     residual,
     sample_next,
     token_logprobs,
 )
-from tests.kernels.verify.definition import verified
+from tests.kernels.verify.definition import acceptance_chances, verified
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -600,10 +599,3 @@ def test_fake_tensors_get_the_same_sentence() -> None:
             torch.empty(2, 3, 5), ids[:, None], None, torch.ones(2), ids, ids[:, None].expand(2, 2), None, None, None,
             ids, ids, None,
         )  # fmt: skip
-
-
-def test_strict_has_no_chances() -> None:
-    given = problem(batch=1)
-    count = torch.ones(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="strict accepts by comparing tokens"):
-        acceptance_chances(given["logits"], given["draft_tokens"], None, count, count, rule="strict")

@@ -27,12 +27,11 @@ from specgraph.kernels.sampling.sample import (
 from specgraph.kernels.verify import (
     LOSSLESS_RULES,
     accept,
-    acceptance_chances,
     emit,
     invert_vocabulary,
     residual,
 )
-from tests.kernels.verify.definition import verified
+from tests.kernels.verify.definition import acceptance_chances, verified
 
 TOKENS = 4
 DRAWS = 100_000
