@@ -99,11 +99,10 @@ def _sample_draft_fake(given: SampleDraft) -> tuple[Tensor, Tensor]:
     return key.new_empty((batch, rows)), logits.new_empty((batch, rows, kept), dtype=exact)
 
 
-SAMPLE_DRAFT = declare(
+sample_draft = declare(
     "sample_draft", SampleDraft, _sample_draft_fake,
     triton_or_reference(
         _sample_draft_triton, sample_draft_reference, covers=not_float64("logits"), cpu=sample_draft_cpu,
         cpu_covers=_covers_cpu,
     ),
-)
-sample_draft = SAMPLE_DRAFT.function
+).function

@@ -90,8 +90,7 @@ def _block_rows_fake(given: BlockRows) -> tuple[Tensor, Tensor]:
     return emitted.new_empty(shape), emitted.new_empty(shape)
 
 
-BLOCK_ROWS = declare(
+block_rows = declare(
     "block_rows", BlockRows, _block_rows_fake,
     triton_or_reference(block_rows_triton, block_rows_reference, moves_only=True),
-)
-block_rows = BLOCK_ROWS.function
+).function

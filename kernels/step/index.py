@@ -280,11 +280,10 @@ def _store_drafted_fake(given: StoreDrafted) -> None:
     require(last <= kept.shape[1], lambda: f"there are {kept.shape[1]} drafts, and these are the first {last}")
 
 
-GATHER_STATE = declare(
+gather_state = declare(
     "gather_state", GatherState, _gather_state_fake,
     triton_or_reference(gather_state_triton, gather_state_reference, moves_only=True, cpu=gather_state_cpu),
-)
-gather_state = GATHER_STATE.function
+).function
 SCATTER_STATE = declare(
     "scatter_state", ScatterState, _scatter_state_fake,
     triton_or_reference(

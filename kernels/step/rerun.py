@@ -248,13 +248,13 @@ def _keep_rows_fake(given: KeepRows) -> None:
     check_shapes(given, kept_tokens="B R", kept_hidden="B R H", tokens="B W", hidden="B W H")
 
 
-RERUN = declare("rerun", Rerun, _rerun_fake, triton_or_reference(rerun_triton, rerun_reference, moves_only=True))
-rerun = RERUN.function
-NEXT_MODULE_TOKENS = declare(
+rerun = declare(
+    "rerun", Rerun, _rerun_fake, triton_or_reference(rerun_triton, rerun_reference, moves_only=True),
+).function
+next_module_tokens = declare(
     "next_module_tokens", NextModuleTokens, _next_module_tokens_fake,
     triton_or_reference(next_module_tokens_triton, next_module_tokens_reference, moves_only=True),
-)
-next_module_tokens = NEXT_MODULE_TOKENS.function
+).function
 KEEP_ROWS = declare(
     "keep_rows", KeepRows, _keep_rows_fake, triton_or_reference(keep_rows_triton, keep_rows_reference, moves_only=True),
     mutates=("kept_tokens", "kept_hidden", "num_kept"),

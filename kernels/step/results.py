@@ -218,10 +218,9 @@ def _tokens_alone(given: PackResults) -> bool:
     return is_small(given.emitted) and not given.logprobs.shape[1] and not beside
 
 
-PACK_RESULTS = declare(
+pack_results = declare(
     "pack_results", PackResults, _pack_results_fake,
     triton_or_reference(
         pack_results_triton, pack_results_reference, moves_only=True, cpu=pack_results_cpu, cpu_covers=_tokens_alone,
     ),
-)
-pack_results = PACK_RESULTS.function
+).function

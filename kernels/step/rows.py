@@ -322,14 +322,13 @@ consecutive_positions = declare(
     "consecutive_positions", ConsecutivePositions, _consecutive_positions_fake,
     triton_or_reference(consecutive_positions_triton, consecutive_positions_reference, moves_only=True),
 ).function
-ROW_SLOTS = declare(
+row_slots = declare(
     "row_slots", RowSlots, _row_slots_fake,
     triton_or_reference(
         row_slots_triton, row_slots_reference, moves_only=True, cpu=row_slots_cpu,
         cpu_covers=lambda given: is_small(given.positions),
     ),
-)
-row_slots = ROW_SLOTS.function
+).function
 consecutive_rows = declare(
     "consecutive_rows", ConsecutiveRows, _consecutive_rows_fake,
     triton_or_reference(consecutive_rows_triton, consecutive_rows_reference, moves_only=True),

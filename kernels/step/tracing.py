@@ -335,17 +335,14 @@ def _trace_columns_fake(given: TraceColumns) -> Tensor:
     return counts.new_empty(counts.shape[0], 4 * given.count + 2, dtype=torch.int32)
 
 
-TRACE_TOKENS = declare(
+trace_tokens = declare(
     "trace_tokens", TraceTokens, _trace_tokens_fake,
     triton_or_reference(trace_tokens_triton, trace_tokens_reference, moves_only=True),
-)
-trace_tokens = TRACE_TOKENS.function
-DRAWN_IDS = declare(
+).function
+drawn_ids = declare(
     "drawn_ids", DrawnIds, _drawn_ids_fake, triton_or_reference(drawn_ids_triton, drawn_ids_reference, moves_only=True),
-)
-drawn_ids = DRAWN_IDS.function
-TRACE_COLUMNS = declare(
+).function
+trace_columns = declare(
     "trace_columns", TraceColumns, _trace_columns_fake,
     triton_or_reference(trace_columns_triton, trace_columns_reference, moves_only=True),
-)
-trace_columns = TRACE_COLUMNS.function
+).function

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.ops import OPS
 from specgraph.kernels.sampling.constants import STREAM_TARGET
-from specgraph.kernels.sampling.draft import SAMPLE_DRAFT
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.sample import (
     RULES,
@@ -206,7 +206,7 @@ def test_drafts_are_the_references(rule: str, mapped: bool, count: int) -> None:
     temperature = torch.tensor([0.8, 0.0, 1.0, 1.3], device="cuda").repeat(8)
     seeds, key = torch.arange(batch, device="cuda") * 977, torch.arange(batch, device="cuda") * 31
     arguments = (logits, temperature, seeds, key, None, None, None, ids, 0, rule, 128256, True)
-    found, wanted = torch.ops.specgraph.sample_draft(*arguments), SAMPLE_DRAFT.form("reference")(*arguments)
+    found, wanted = torch.ops.specgraph.sample_draft(*arguments), OPS["sample_draft"].form("reference")(*arguments)
     assert torch.equal(found[1], wanted[1])
     # One of these few hundred draws may be a near tie.
     assert (found[0] != wanted[0]).sum() <= 1

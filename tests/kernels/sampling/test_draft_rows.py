@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.ops import OPS
 from specgraph.kernels.sampling import kept
 from specgraph.kernels.sampling.arguments import SampleDraft
-from specgraph.kernels.sampling.draft import SAMPLE_DRAFT, sample_draft_cpu, sample_draft_reference
+from specgraph.kernels.sampling.draft import sample_draft_cpu, sample_draft_reference
 from specgraph.kernels.sampling.sample import RULES
 from tests.kernels.sampling.rows import ROWS
 from tests.pairwise import cover, product
@@ -48,7 +49,7 @@ def test_they_are_those_of_the_definition(rule: str, mapped: bool, limit: int | 
     given = problem(
         rule=rule, draft_to_target=ids if mapped else None, target_vocab_size=limit, return_processed=keep
     )  # fmt: skip
-    assert SAMPLE_DRAFT.choose("cpu", given).name == "cpu"
+    assert OPS["sample_draft"].choose("cpu", given).name == "cpu"
     for found, expected in zip(sample_draft_cpu(given), sample_draft_reference(given), strict=True):
         assert torch.equal(found, expected) and found.dtype == expected.dtype and found.shape == expected.shape
 
@@ -62,6 +63,6 @@ def test_options_that_are_off_and_short_dtypes() -> None:
 def test_narrow_rows_and_float64_take_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem()
     given.logits = given.logits.double()
-    assert SAMPLE_DRAFT.choose("cpu", given).name == "reference"
+    assert OPS["sample_draft"].choose("cpu", given).name == "reference"
     monkeypatch.setattr(kept, "WIDE", VOCAB + 1)
-    assert SAMPLE_DRAFT.choose("cpu", problem()).name == "reference"
+    assert OPS["sample_draft"].choose("cpu", problem()).name == "reference"

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.ops import OPS
 from specgraph.kernels.sampling.arguments import SampleDraft
-from specgraph.kernels.sampling.draft import SAMPLE_DRAFT, sample_draft_cpu, sample_draft_reference
+from specgraph.kernels.sampling.draft import sample_draft_cpu, sample_draft_reference
 from specgraph.kernels.sampling.sample import RULES
 
 BATCH, ROWS, VOCAB = 32, 3, 7
@@ -36,7 +37,7 @@ def problem(dtype: torch.dtype = torch.float32, **options: Any) -> SampleDraft:
 def test_they_are_those_of_the_definition(dtype: torch.dtype, rule: str, ids: Tensor | None, limit: int | None) -> None:
     given = problem(dtype, rule=rule, draft_to_target=ids, target_vocab_size=limit)
     given.logits[3] = -math.inf
-    assert SAMPLE_DRAFT.choose("cpu", given).name == "cpu"
+    assert OPS["sample_draft"].choose("cpu", given).name == "cpu"
     for found, expected in zip(sample_draft_cpu(given), sample_draft_reference(given), strict=True):
         assert torch.equal(found, expected) and found.dtype == expected.dtype and found.shape == expected.shape
 
@@ -54,7 +55,7 @@ def test_logits_that_are_replaced_take_the_definition(value: float) -> None:
      {"temperature": torch.tensor([0.0] * (BATCH - 1) + [1.0])}],
 )  # fmt: skip
 def test_what_is_drawn_or_kept_takes_the_definition(options: dict[str, Any]) -> None:
-    assert SAMPLE_DRAFT.choose("cpu", problem(**options)).name == "reference"
+    assert OPS["sample_draft"].choose("cpu", problem(**options)).name == "reference"
 
 
 def test_an_unknown_rule_is_refused() -> None:

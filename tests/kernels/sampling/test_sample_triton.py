@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels.ops import OPS
 from specgraph.kernels.sampling import gumbel, scan
-from specgraph.kernels.sampling.draft import SAMPLE_DRAFT, sample_draft
+from specgraph.kernels.sampling.draft import sample_draft
 from specgraph.kernels.sampling.gumbel import noise_key, philox
 from specgraph.kernels.sampling.sample import uniform
 
@@ -62,7 +63,7 @@ def drafts(
     key, logits = torch.arange(batch, device=DEVICE) * 31 + 5, logits.to(DEVICE)
     ids = None if ids is None else ids.to(DEVICE)
     arguments = (logits, temperature, seeds, key, *cuts, ids, 3, rule, limit, kept)
-    found, wanted = SAMPLE_DRAFT.form("triton", split=split, tile=tile), SAMPLE_DRAFT.form("reference")
+    found, wanted = OPS["sample_draft"].form("triton", split=split, tile=tile), OPS["sample_draft"].form("reference")
     return found(*arguments), wanted(*arguments)
 
 
@@ -148,6 +149,6 @@ def test_the_op(kept: bool, ids: Tensor | None) -> None:
     torch.library.opcheck(torch.ops.specgraph.sample_draft.default, arguments)
     options = {"row": 1, "rule": "strict", "target_vocab_size": 7, "draft_to_target": ids, "return_processed": kept}
     for one, other in zip(
-        sample_draft(*arguments[:7], **options), SAMPLE_DRAFT.form("reference")(*arguments), strict=True
+        sample_draft(*arguments[:7], **options), OPS["sample_draft"].form("reference")(*arguments), strict=True
     ):
         assert torch.equal(one, other)

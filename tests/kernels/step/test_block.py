@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specgraph.kernels.step.block import BLOCK_ROWS, block_rows
+from specgraph.kernels.ops import OPS
+from specgraph.kernels.step.block import block_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -26,6 +27,6 @@ def test_the_triton_form_is_the_definition(batch: int, width: int, count: int) -
     emitted = torch.where(torch.arange(width) < num_emitted.unsqueeze(1), emitted, -1)
     given = (emitted, torch.randint(0, 999, (batch,), generator=generator), num_emitted)
     options = {"mask_token_id": 77, "count": count, "vocab_size": 80}
-    expected = BLOCK_ROWS.form("reference")(*given, **options)
-    found = BLOCK_ROWS.form("triton")(*(x.to(DEVICE) for x in given), **options)
+    expected = OPS["block_rows"].form("reference")(*given, **options)
+    found = OPS["block_rows"].form("triton")(*(x.to(DEVICE) for x in given), **options)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import specgraph.kernels.step  # noqa: F401  (declares the ops)
+from specgraph.kernels.ops import OPS
 from specgraph.kernels.state import Buffer
-from specgraph.kernels.step import index
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMS = ("reference", "cpu", "triton", "op")
@@ -21,7 +22,7 @@ ROWS = {
 
 def form(op: str, name: str) -> Callable[..., Any]:
     """An op, or one variant of it, which gets its tensors where it runs; buffers are written back to the host."""
-    function = getattr(torch.ops.specgraph, op) if name == "op" else getattr(index, op.upper()).form(name)
+    function = getattr(torch.ops.specgraph, op) if name == "op" else OPS[op].form(name)
     device = DEVICE if name == "triton" else "cpu"
 
     def moved(value: Any) -> Any:

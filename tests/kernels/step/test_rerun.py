@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels import step
-from specgraph.kernels.step.rerun import KEEP_ROWS, NEXT_MODULE_TOKENS, RERUN
+from specgraph.kernels.ops import OPS
+from specgraph.kernels.step.rerun import KEEP_ROWS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -78,13 +79,13 @@ def test_kernels_do_what_plain_pytorch_does(seed: int, dtype: torch.dtype) -> No
     shifted = (draw(99, batch, total), draw(total + 1, batch), draw(99, batch, 1))
     own = [tensor.to(DEVICE, copy=True) for tensor in state]
     # Every kernel is launched before anything is compared: where kernels are only compiled, a test ends there.
-    found = RERUN.form("triton")(*(tensor.to(DEVICE) for tensor in given))
-    moved = NEXT_MODULE_TOKENS.form("triton")(*(tensor.to(DEVICE) for tensor in shifted))
+    found = OPS["rerun"].form("triton")(*(tensor.to(DEVICE) for tensor in given))
+    moved = OPS["next_module_tokens"].form("triton")(*(tensor.to(DEVICE) for tensor in shifted))
     KEEP_ROWS.form("triton")(*own, found[0], found[1], emitted.to(DEVICE))
-    expected = RERUN.form("reference")(*given)
+    expected = OPS["rerun"].form("reference")(*given)
     KEEP_ROWS.form("reference")(*state, expected[0], expected[1], emitted)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
-    assert torch.equal(moved.cpu(), NEXT_MODULE_TOKENS.form("reference")(*shifted))
+    assert torch.equal(moved.cpu(), OPS["next_module_tokens"].form("reference")(*shifted))
     assert all(torch.equal(a.cpu(), b) for a, b in zip(own, state, strict=True))
 
 

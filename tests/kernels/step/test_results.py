@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.ops import OPS
 from specgraph.kernels.step import results
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,7 +45,7 @@ def test_the_next_rows_are_those_of_the_named_sequences() -> None:
     state, rows = torch.tensor([3, 7, 5, 9]), torch.tensor([3, 0, -1])
     given = (emitted, count, values, bad, state, 4, rows)
     assert results.unpack_results(results.pack_results(*given), 4).num_rows == [9, 3, 0]
-    found = results.PACK_RESULTS.form("triton")(*(t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given))
+    found = OPS["pack_results"].form("triton")(*(t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given))
     assert results.unpack_results(found.cpu(), 4).num_rows == [9, 3, 0]
 
 
@@ -69,10 +70,10 @@ def test_the_kernel_does_what_plain_pytorch_does(
     thought = torch.rand(len(index), width - 1 + rows % 2) if confident else None
     why = None if traced is None else torch.arange(len(index) * traced, dtype=torch.int32).view(len(index), traced)
     moved = (None if tensor is None else tensor.to(DEVICE) for tensor in (thought, why))
-    found = results.PACK_RESULTS.form("triton")(
+    found = OPS["pack_results"].form("triton")(
         *(tensor.to(DEVICE) for tensor in given), width, index.to(DEVICE), *moved
     )
-    assert torch.equal(found.cpu(), results.PACK_RESULTS.form("reference")(*given, width, index, thought, why))
+    assert torch.equal(found.cpu(), OPS["pack_results"].form("reference")(*given, width, index, thought, why))
 
 
 def test_the_confidence_in_the_next_drafts_is_that_of_the_named_sequences() -> None:

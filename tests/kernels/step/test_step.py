@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgraph.kernels import step
+from specgraph.kernels.ops import OPS
 from specgraph.kernels.sampling.sample import process_logits
-from specgraph.kernels.step.rows import ROW_SLOTS
 from specgraph.kernels.step.tokens import ADVANCE, cut_at_eos
 from tests.kernels.step.step_cases import moved, run_case, step_cases, tensors
 
@@ -50,7 +50,7 @@ def test_rows_before_the_first_position_have_no_slot(form: str):
     if form == "op":
         slots = step.row_slots(*arguments, block_size=4)
     else:
-        slots = ROW_SLOTS.form("triton")(*(tensor.to(DEVICE) for tensor in arguments), block_size=4)
+        slots = OPS["row_slots"].form("triton")(*(tensor.to(DEVICE) for tensor in arguments), block_size=4)
     assert slots.tolist() == [[NONE, NONE, 24, 25], [NONE] * 4, [NONE] * 4]
 
 
@@ -325,11 +325,11 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
 
     # Every kernel is launched before anything is compared: a test ends at its first difference, also where kernels are
     # only compiled.
-    found = ROW_SLOTS.form("triton")(*there(slots), block_size=4)
+    found = OPS["row_slots"].form("triton")(*there(slots), block_size=4)
     moved_state = there(state)
     ADVANCE.form("triton")(*moved_state, *there(given), there(drafts), *there(limits))
     ADVANCE.form("reference")(*state, *given, drafts, *limits)
-    assert torch.equal(found.cpu(), ROW_SLOTS.form("reference")(*slots, block_size=4))
+    assert torch.equal(found.cpu(), OPS["row_slots"].form("reference")(*slots, block_size=4))
     assert all(torch.equal(a.cpu(), b) for a, b in zip(moved_state, state, strict=True))
 
 

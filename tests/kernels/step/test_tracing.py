@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from specgraph.kernels import step
-from specgraph.kernels.ops import Op
-from specgraph.kernels.step.tracing import DRAWN_IDS, TRACE_COLUMNS, TRACE_TOKENS
+from specgraph.kernels.ops import OPS, Op
 from tests.kernels.step.step_cases import moved, step_cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,7 +48,7 @@ def test_what_is_verified_and_emitted_is_counted(form: str) -> None:
     emitted = ids([6, 7, -1, -1], [1, 2, 7, 8], [3, -1, -1, -1], [-1, -1, -1, -1])
     num_rows, forced, num_emitted = ids(2, 4, 1, 0), ids(0, 2, 0, 0), ids(2, 4, 1, 0)
     warmth = torch.tensor([0.0, 0.5, 1.0, 0.0])
-    traced = run(TRACE_TOKENS, form, window, num_rows, forced, emitted, num_emitted, warmth, logits_of(2))
+    traced = run(OPS["trace_tokens"], form, window, num_rows, forced, emitted, num_emitted, warmth, logits_of(2))
     tokens, counts, scored, temperature = traced
     assert tokens[..., 0].tolist() == [[6, 0], [2, 0], [9, 0], [9, 0]]  # the last row verifies no draft
     assert tokens[..., 1].tolist() == [[6, 7], [7, 8], [3, 0], [0, 0]]
@@ -61,18 +60,22 @@ def test_what_is_verified_and_emitted_is_counted(form: str) -> None:
 def test_the_last_token_has_the_row_that_verify_takes_it_from(form: str) -> None:
     """A known token before the last row is in the first row, because the block has only one row behind it."""
     block, forced = ids([1, 2, 7, 8]), ids(3)
-    tokens, counts, _, _ = run(TRACE_TOKENS, form, block, ids(4), forced, block, ids(4), torch.ones(1), logits_of(2))
+    tokens, counts, _, _ = run(
+        OPS["trace_tokens"], form, block, ids(4), forced, block, ids(4), torch.ones(1), logits_of(2)
+    )
     assert tokens[0, :, 1].tolist() == [7, 8] and counts.tolist() == [[0, 2]]
-    tokens, counts, _, _ = run(TRACE_TOKENS, form, block, ids(4), ids(0), block, ids(3), torch.ones(1), logits_of(4))
+    tokens, counts, _, _ = run(
+        OPS["trace_tokens"], form, block, ids(4), ids(0), block, ids(3), torch.ones(1), logits_of(4)
+    )
     assert tokens[0].tolist() == [[2, 1], [7, 2], [8, 7], [0, 8]] and counts.tolist() == [[3, 3]]
 
 
 @FORMS
 def test_ids_are_those_of_the_draft_and_none_were_drawn_where_nothing_is_emitted(form: str) -> None:
     drawn, vocabulary = [ids([7], [5]), ids([2, 9], [7, 7])], ids(2, 5, 7)
-    found, count = run(DRAWN_IDS, form, drawn, ids(2, 0), vocabulary)
+    found, count = run(OPS["drawn_ids"], form, drawn, ids(2, 0), vocabulary)
     assert found.tolist() == [[2, 0, 0], [1, 2, 2]] and count.tolist() == [3, 0]  # the draft has no 9
-    found, count = run(DRAWN_IDS, form, drawn, ids(0, 1))
+    found, count = run(OPS["drawn_ids"], form, drawn, ids(0, 1))
     assert found.tolist() == [[7, 2, 9], [5, 7, 7]] and count.tolist() == [0, 3]
 
 
@@ -82,7 +85,7 @@ def test_columns_are_numbers_and_the_bits_of_floats(form: str) -> None:
     drawn, proposed, logprobs = ids([4], [9]), ids([4, 7], [8, -1]), torch.tensor([[-0.25], [-0.75]])
     ranks = torch.arange(1, 13, dtype=torch.int32).view(2, 3, 2)
     given = (target, ranks, ids([2, 1], [0, 2]), [drawn], [logprobs], [proposed])
-    found = run(TRACE_COLUMNS, form, *given, count=3)
+    found = run(OPS["trace_columns"], form, *given, count=3)
     assert found.dtype == torch.int32 and found.shape == (2, 14)
     floats = found.view(torch.float32)
     assert floats[:, :2].tolist() == [[-0.5, -1.5], [0.0, 0.0]] and floats[:, 2].isnan().all()
@@ -91,7 +94,7 @@ def test_columns_are_numbers_and_the_bits_of_floats(form: str) -> None:
     assert floats[0, 6] == -0.25 and floats[0, 7:9].isnan().all() and floats[1, 6:9].isnan().all()
     assert floats[:, 9].tolist() == [-3.0, -4.0]
     assert found[:, 10:].tolist() == [[1, 3, 0, 2], [0, 0, 0, 10]]
-    nothing = run(TRACE_COLUMNS, form, target, ranks, ids([0, 0], [0, 1]), [], [], [], count=0)
+    nothing = run(OPS["trace_columns"], form, target, ranks, ids([0, 0], [0, 1]), [], [], [], count=0)
     assert nothing[:, :1].view(torch.float32).tolist() == [[0.0], [-9.0]] and nothing[:, 1].tolist() == [0, 8]
 
 
@@ -107,7 +110,7 @@ def test_the_tokens_of_the_triton_form_are_those_of_the_definition(batch: int, w
     temperature = torch.rand(batch, generator=draw) * numbers(2, batch)
     given = (window, numbers(width + 2, batch), forced, emitted, numbers(width + 1, batch))
     given = (*given, temperature, logits_of(count))
-    assert_same_bits(run(TRACE_TOKENS, "triton", *given), run(TRACE_TOKENS, "reference", *given))
+    assert_same_bits(run(OPS["trace_tokens"], "triton", *given), run(OPS["trace_tokens"], "reference", *given))
 
 
 @pytest.mark.parametrize("vocab", [None, 1, 50, 9000])
@@ -117,7 +120,7 @@ def test_the_ids_of_the_triton_form_are_those_of_the_definition(widths: tuple[in
     drawn = [torch.randint(0, 2 * (vocab or 50), (3, width + 2), generator=draw)[:, :width] for width in widths]
     vocabulary = None if vocab is None else torch.randperm(2 * vocab, generator=draw)[:vocab]
     given = (drawn, ids(1, 0, 4), vocabulary)
-    assert_same_bits(run(DRAWN_IDS, "triton", *given), run(DRAWN_IDS, "reference", *given))
+    assert_same_bits(run(OPS["drawn_ids"], "triton", *given), run(OPS["drawn_ids"], "reference", *given))
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 0), (1, 3), (4, 3), (9, 8), (4, 2)])
@@ -135,7 +138,7 @@ def test_the_columns_of_the_triton_form_are_those_of_the_definition(
     counts = torch.stack([torch.tensor([rows - 1, 0, rows // 2, 0]), torch.tensor([rows, 1, 0, 1])], 1)
     for made in ([], [drafts[:, :count]], [drafts[:, :1], drafts[:, 1:3]]):
         given = (logprobs, ranks, counts, tokens, own, made)
-        found, expected = (run(TRACE_COLUMNS, form, *given, count=count) for form in ("triton", "reference"))
+        found, expected = (run(OPS["trace_columns"], form, *given, count=count) for form in ("triton", "reference"))
         assert_same_bits(found, expected)
 
 

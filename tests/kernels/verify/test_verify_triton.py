@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels.ops import OPS
 from specgraph.kernels.sampling import scan
 from specgraph.kernels.sampling.constants import STREAM_TARGET
-from specgraph.kernels.sampling.draft import SAMPLE_DRAFT
 from specgraph.kernels.sampling.gumbel import rough_exponential
 from specgraph.kernels.sampling.sample import (
     RULES,
@@ -73,7 +73,7 @@ def with_draft_logits(given: dict[str, Any], drawn: int, own: int | None = None)
     ids = torch.arange(vocab) if own is None else torch.randperm(vocab, generator=draw)[:own]
     near = given["logits"].cpu()[:, :drafts, ids].float()
     near = near + torch.randn(near.shape, generator=draw)
-    tokens, processed = SAMPLE_DRAFT.form("reference")(
+    tokens, processed = OPS["sample_draft"].form("reference")(
         near, given["temperature"].cpu(), given["seeds"].cpu(), given["positions"].cpu()[:, 0], None, None, None, ids,
         0, "block", vocab, True,
     )  # fmt: skip
@@ -336,7 +336,7 @@ def test_drafts_from_the_targets_own_distribution_are_accepted(rule: str) -> Non
     """Nothing is left of ``p - q``; where a draft is rejected nevertheless the target's own distribution is drawn."""
     given = problem(4, 3, 300)
     given["temperature"] = torch.ones_like(given["temperature"])
-    tokens, processed = SAMPLE_DRAFT.form("reference")(
+    tokens, processed = OPS["sample_draft"].form("reference")(
         given["logits"][:, :3], given["temperature"], given["seeds"], given["positions"][:, 0], None, None, None, None,
         0, "block", None, True,
     )  # fmt: skip
