@@ -67,7 +67,7 @@ class LoweringConfig:
     """How the graphs are run."""
 
     name: str = "auto"
-    """eager, inductor (torch.compile), gpu (Triton kernels and a CUDA graph), or auto, which is gpu on a GPU, inductor
+    """eager, inductor (compiled code), gpu (Triton kernels and a CUDA graph), or auto, which is gpu on a GPU, inductor
     on a CPU if there is a C++ compiler, and else eager, as always in float64."""
     kernels: bool | None = None
     """Rewrite the graphs for our own kernels; null: as the name says."""
