@@ -178,6 +178,9 @@ class _Form(NamedTuple):
         for place, form in zip(self.order, self.strides, strict=True):
             strides[place] = dense if form == "dense" else next(symbols) if form is None else form
             dense = strides[place] * (shape[place] if self.sizes[place] != 0 else 1)
+        for place in reversed(range(len(shape) - 1)):  # as in a contiguous tensor, by which PyTorch chooses products
+            if self.sizes[place] == 1:
+                strides[place] = strides[place + 1] * shape[place + 1]
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
+from specgraph.compat import FakeTensorMode, ShapeEnv
 from specgraph.frontend.tracing import trace
 from specgraph.ir import compiling
 from specgraph.ir.compiling import compile_module
@@ -179,6 +180,17 @@ def test_code_is_right_for_other_sizes(made: list[object]) -> None:
     with torch.enable_grad():
         result, _ = compiled_module(x, x)
     assert result.requires_grad and len(made) == 5
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 6), (1, 5, 6), (1, 1, 6), (4, 3, 6), (3, 4, 1), (2, 1, 1), (1,), ()])
+def test_inductor_sees_the_strides_of_a_contiguous_tensor(shape: tuple[int, ...]) -> None:
+    """Also where a size is 1: PyTorch's ``linear`` of other strides is a product for each sequence."""
+    value = torch.zeros(shape)
+    form = compiling._form(value, None)
+    env, sizes = ShapeEnv(duck_shape=False), form.changing(value)
+    with FakeTensorMode(shape_env=env):
+        fake = form.fake(value.device, iter([compiling._symbol(env, *each) for each in enumerate(sizes)]))
+    assert fake.shape == value.shape and fake.stride() == value.stride()
 
 
 class FewRows(nn.Module):
