@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     # seldom hit.
     from torch._dynamo import config as dynamo_config
 
-    # An export must not run while Dynamo compiles in another thread.
+    # Held while a model is exported or a region compiled, since Dynamo might compile in another thread.
     from torch._dynamo.convert_frame import compile_lock
 
     # Where a symbolic size comes from, which a condition on it has to name.
@@ -89,18 +89,18 @@ foreach_copy = torch._foreach_copy_
 _LATE = {
     "AsyncCompile": "torch._inductor.async_compile",
     "ConstantSource": "torch._dynamo.source",
-    "DimDynamic": "torch.fx.experimental.symbolic_shapes",
-    "TracingContext": "torch._guards",
-    "make_fx": "torch.fx.experimental.proxy_tensor",
-    "tracing": "torch._guards",
     "CustomGraphPass": "torch._inductor.custom_graph_pass",
+    "DimDynamic": "torch.fx.experimental.symbolic_shapes",
     "ShapeEnv": "torch.fx.experimental.symbolic_shapes",
+    "TracingContext": "torch._guards",
     "compile_fx": "torch._inductor.compile_fx",
     "compile_lock": "torch._dynamo.convert_frame",
     "dynamo_config": "torch._dynamo.config",
     "get_hash_for_files": "torch._inductor.custom_graph_pass",
+    "make_fx": "torch.fx.experimental.proxy_tensor",
     "output_capturing": "transformers.utils.output_capturing",
     "statically_known_true": "torch.fx.experimental.symbolic_shapes",
+    "tracing": "torch._guards",
 }
 """The modules of the names above that are imported when they are asked for. Most take a second."""
 

@@ -64,7 +64,6 @@ def inductor(torch_compile: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[I
     monkeypatch.setattr(compiling, "_regions", type(compiling._regions)())  # other tests have compiled the same layers
     counters.clear()
     yield found
-    torch._dynamo.reset()
 
 
 def eager(*given: Any, **options: Any) -> SpeculativeDecoder:

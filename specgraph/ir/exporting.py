@@ -9,8 +9,9 @@
 - A flag says that the process is compiling. transformers asks for it, and leaves out what a compiler does not
   understand. :func:`exporting` lets it be seen in its own thread alone.
 
-One thread at a time exports, and none does while ``torch.compile`` compiles in another one: both undo their
-replacements in the order in which they made them, which no two threads could keep.
+One thread at a time exports or traces a region for Inductor (:mod:`specgraph.ir.compiling`), and none does while
+``torch.compile`` compiles in another one: all undo their replacements in the order in which they made them, which no
+two threads could keep.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def fresh(model: PreTrainedModel) -> TracedModel:
 
 @pytest.mark.parametrize("function", [tracing._exported, export_module], ids=["model", "module"])
 def test_a_process_of_tests_keeps_every_export(function: Callable[..., Any]) -> None:
-    """``tests/conftest.py`` raises the bound before anything is wrapped: a quarter of the time of tests hangs on it."""
+    """``tests/conftest.py`` raises the bound before anything is wrapped, which a new name of the bound once undid."""
     assert inspect.getclosurevars(function).nonlocals["known"].most == kept_module.MAX_EXPORTS > 1000
 
 
