@@ -21,40 +21,38 @@ from torch import Tensor
 
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.sampling.gumbel import LOG2E, TILE, WARPS, aligned, split_size
-from specgraph.kernels.verify.rows import logprob, merge_sums, place_rows, split_largest, split_sums
+from specgraph.kernels.verify.rows import Rows, logprob, merge_sums, place_rows, split_largest, split_sums
 
 
 @triton.jit(do_not_specialize=["count", "width"])
-def _sum_rows(
-    logits_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, count, width, vocab, splits, SPLIT: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
-):
+def _sum_rows(given, count, width, SPLIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     """The largest logit and the sum of exponentials of one split of one row. The grid is (splits, R, B)."""
     gdc_wait(PDL)
     gdc_launch_dependents(PDL)
     split, batch = tl.program_id(0), tl.program_id(2)
     line = batch * count + tl.program_id(1)
-    num_rows, num_forced = tl.load(num_rows_ptr + batch).to(tl.int32), tl.load(num_forced_ptr + batch).to(tl.int32)
+    num_rows = tl.load(given.num_rows + batch).to(tl.int32)
+    num_forced = tl.load(given.num_forced + batch).to(tl.int32)
     row = tl.minimum(num_forced, width - count) + tl.program_id(1)
     if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced):
-        row_ptr = logits_ptr + line.to(tl.int64) * vocab
-        at = line * splits + split
-        largest = split_largest(row_ptr, split * SPLIT, vocab, SPLIT, TILE)
-        tl.store(stats_ptr + at, largest)
+        row_ptr = given.logits + line.to(tl.int64) * given.vocab
+        at = line * given.splits + split
+        largest = split_largest(row_ptr, split * SPLIT, given.vocab, SPLIT, TILE)
+        tl.store(given.stats + at, largest)
         largest = tl.where(largest > -float("inf"), largest, 0.0)
-        total, _ = split_sums(row_ptr, split * SPLIT, vocab, largest, 0.0, LOG2E, SPLIT, TILE, False)
-        tl.store(stats_ptr + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) + at, total)
+        total, _ = split_sums(row_ptr, split * SPLIT, given.vocab, largest, 0.0, LOG2E, SPLIT, TILE, False)
+        tl.store(given.stats + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) + at, total)
 
 
 @triton.jit(do_not_specialize=["count", "width", "area"])
 def _write(
-    logits_ptr, emitted_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, logprobs_ptr, count, width, vocab, splits, area,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    given, emitted_ptr, logprobs_ptr, count, width, area, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Merge the splits of every row of one sequence, and write its log-probabilities. The grid is (B,)."""
     gdc_wait(PDL)
     batch, rows, ks = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, SPLITS)
-    row, needed, _, first, _, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    row, needed, _, first, _, _ = place_rows(given, batch, count, width, ROWS)
     token = tl.load(emitted_ptr + batch * width + row, mask=needed, other=-1)
     wanted = needed & (token >= 0)
     begin = width * 0
@@ -64,10 +62,10 @@ def _write(
         tl.store(logprobs_ptr + batch * width + column, 0.0, mask=(column < width) & outside)
         begin += COLUMNS
     line = (batch * count + rows).to(tl.int64)
-    at = line[:, None] * splits + ks[None, :]
-    known = wanted[:, None] & (ks[None, :] < splits)
-    x = tl.load(logits_ptr + line * vocab + token, mask=wanted, other=-float("inf")).to(tl.float32)
-    largest, total, _ = merge_sums(stats_ptr, at, known, area, 1, LOG2E)
+    at = line[:, None] * given.splits + ks[None, :]
+    known = wanted[:, None] & (ks[None, :] < given.splits)
+    x = tl.load(given.logits + line * given.vocab + token, mask=wanted, other=-float("inf")).to(tl.float32)
+    largest, total, _ = merge_sums(given.stats, at, known, area, 1, LOG2E)
     value = logprob(x, largest, total, 1.0)
     value = tl.where(largest == -float("inf"), tl.where(token == 0, 0.0, -float("inf")), value)
     tl.store(logprobs_ptr + batch * width + row, tl.where(wanted, value, 0.0), mask=rows < count)
@@ -83,19 +81,15 @@ def raw_logprobs(logits: Tensor, emitted: Tensor, num_rows: Tensor, num_forced: 
     batch, count, vocab = logits.shape
     width = emitted.shape[1]
     values = logits.new_empty((batch, width), dtype=torch.float32)
-    logits, rows = aligned(logits), (num_rows.contiguous(), num_forced.contiguous())
     split = split_size(vocab)
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
     stats = logits.new_empty(2 * area, dtype=torch.float32)
+    rows = Rows(aligned(logits), vocab, splits, stats, num_rows.contiguous(), num_forced.contiguous())
     options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    launch(_sum_rows, (splits, count, batch), rows, count, width, SPLIT=split, TILE=TILE, **options)
     launch(
-        _sum_rows, (splits, count, batch), logits, *rows, stats, count, width, vocab, splits, SPLIT=split, TILE=TILE,
-        **options,
-    )
-    launch(
-        _write, (batch,), logits, emitted, *rows, stats, values, count, width, vocab, splits, area,
-        ROWS=triton.next_power_of_2(max(count, 2)), SPLITS=triton.next_power_of_2(max(splits, 2)),
-        COLUMNS=min(triton.next_power_of_2(width), 1024), **options,
+        _write, (batch,), rows, emitted, values, count, width, area, ROWS=triton.next_power_of_2(max(count, 2)),
+        SPLITS=triton.next_power_of_2(max(splits, 2)), COLUMNS=min(triton.next_power_of_2(width), 1024), **options,
     )
     return values

@@ -8,8 +8,11 @@ A table is ``[columns, B * R]``, with an entry for each row of logits, so that t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 TARGET_MAX, TARGET_SUM, DRAFT_MAX, DRAFT_SUM, WEIGHT, CHANCE = (tl.constexpr(i) for i in range(6))
 """The columns of the float32 table ``reals``.
@@ -22,6 +25,13 @@ ONE_HOT, LIVE, DRAFT = (tl.constexpr(i) for i in range(3))
 """The columns of the int32 table ``integers``: the token of a row whose target is one-hot, or -1; whether the row is
 live; and the draft that it verifies."""
 NUM_INTEGERS = 3
+
+
+class Tables(NamedTuple):
+    """The two tables, which kernels take as one argument."""
+
+    reals: Tensor
+    integers: Tensor
 
 
 @triton.jit

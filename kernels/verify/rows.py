@@ -15,8 +15,11 @@ The sums of a row do not depend on other rows. Over one split they have a fixed 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specgraph.kernels.sampling.constants import TL_STREAM_ACCEPT
 from specgraph.kernels.sampling.gumbel import (
@@ -29,6 +32,37 @@ from specgraph.kernels.sampling.gumbel import (
     philox,
     uniform,
 )
+
+
+class Rows(NamedTuple):
+    """The rows of logits of a call, which its kernels take as the one argument ``given``. All tensors are contiguous.
+
+    Sizes that Triton must not specialise (``do_not_specialize``) are arguments of their own, since it specialises every
+    element of a tuple.
+
+    Attributes:
+        logits: ``[B, R, V]``.
+        vocab: V.
+        splits: how many splits of the vocabulary there are.
+        stats: the sums of every split; see ``scan_rows`` of :mod:`specgraph.kernels.verify.verify_triton`.
+        num_rows, num_forced: int64 ``[B]``. Without ``num_forced`` no row is forced.
+        temperature, seeds, positions: as for :class:`~specgraph.kernels.verify.arguments.Verify`.
+        floors: float32 ``[B * R]``, the smallest logit that a row keeps; None: all are kept.
+        reports: the reports of every split (:mod:`specgraph.kernels.sampling.scan`).
+    """
+
+    logits: Tensor
+    vocab: int
+    splits: int
+    stats: Tensor
+    num_rows: Tensor
+    num_forced: Tensor | None
+    temperature: Tensor | None = None
+    seeds: Tensor | None = None
+    positions: Tensor | None = None
+    floors: Tensor | None = None
+    reports: Tensor | None = None
+
 
 _FIXED = tl.constexpr(2.0**40)
 """The fixed-point scale of sums over splits. A row's sum of exponentials is below 2**22, so 64 bits can hold it."""
@@ -94,9 +128,9 @@ def logprob(x, largest, total, inverse):
 
 
 @triton.jit
-def floored_logits(logits_ptr, line, token, vocab, floor, mask):
+def floored_logits(given, line, token, floor, mask):
     """Load one logit per row, with -inf for a logit below the row's floor."""
-    x = tl.load(logits_ptr + line * vocab + token, mask=mask, other=-float("inf")).to(tl.float32)
+    x = tl.load(given.logits + line * given.vocab + token, mask=mask, other=-float("inf")).to(tl.float32)
     return tl.where(x < floor, -float("inf"), x)
 
 
@@ -106,7 +140,7 @@ def first_false(holds, rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS: tl.constexpr):
+def place_rows(given, batch, count, width, ROWS: tl.constexpr):
     """Locate the rows of logits of one sequence in the block.
 
     Returns the index of each row in the block, which rows are needed, the number of real rows, the block row of the
@@ -115,8 +149,8 @@ def place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS: tl.const
     """
     rows = tl.arange(0, ROWS)
     # These reads bypass the L1 cache, because ``_finish`` performs them before its wait.
-    num_rows = tl.load(num_rows_ptr + batch, cache_modifier=".cg").to(tl.int32)
-    num_forced = tl.load(num_forced_ptr + batch, cache_modifier=".cg").to(tl.int32)
+    num_rows = tl.load(given.num_rows + batch, cache_modifier=".cg").to(tl.int32)
+    num_forced = tl.load(given.num_forced + batch, cache_modifier=".cg").to(tl.int32)
     first = tl.minimum(num_forced, width - count)
     row = first + rows
     more = num_forced < num_rows
@@ -141,21 +175,21 @@ def locate_drafts(
 
 
 @triton.jit
-def step_noise_key(seeds_ptr, positions_ptr, batch, row, forced, width, stream):
+def step_noise_key(given, batch, row, forced, width, stream):
     """The words of :func:`noise_key` for ``row`` of the block, keyed by its first row that is not forced.
 
     See :func:`specgraph.kernels.verify.pieces.step_noise`.
     """
-    key = tl.load(positions_ptr + batch * width + forced)
-    return noise_key(tl.load(seeds_ptr + batch), stream, key, row - forced)
+    key = tl.load(given.positions + batch * width + forced)
+    return noise_key(tl.load(given.seeds + batch), stream, key, row - forced)
 
 
 @triton.jit
-def acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, forced, width, NOISE: tl.constexpr):
+def acceptance_uniforms(given, batch, row, forced, width):
     """The uniforms that decide on the draft of every row, from the step's own noise; 0.5 if there is no noise."""
     u = tl.full(row.shape, 0.5, tl.float32)
-    if NOISE:
-        k0, k1, c1, c2, c3 = step_noise_key(seeds_ptr, positions_ptr, batch, row, forced, width, TL_STREAM_ACCEPT)
+    if given.seeds is not None:
+        k0, k1, c1, c2, c3 = step_noise_key(given, batch, row, forced, width, TL_STREAM_ACCEPT)
         word, _, _, _ = philox((row * 0).to(tl.uint32), c1, c2, c3, k0, k1)
         u = uniform(word)
     return u
@@ -186,45 +220,46 @@ def load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS: t
 
 @triton.jit
 def lay_out(
-    drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, next_token, more,
-    first, count, width, drafts_stride, COLUMNS: tl.constexpr, LOGPROBS: tl.constexpr,
+    out, drafts, draft_tokens_ptr, batch, accepted, next_token, more, first, count, width, drafts_stride,
+    COLUMNS: tl.constexpr, LOGPROBS: tl.constexpr,
 ):
-    """Accepted drafts, the next token, -1, and the rows that gave them; log-probabilities of rows without logits are 0.
+    """Write a :class:`~specgraph.kernels.verify.arguments.Verified`, but for the log-probabilities of rows with logits.
+
     ``drafts`` are the first ``COLUMNS`` of :func:`load_drafts`.
     """
     emitted = accepted + more.to(tl.int32)
     begin = width * 0
     while begin < width:
         column = begin + tl.arange(0, COLUMNS)
-        out = tl.where(column < accepted, drafts, -1)
-        out = tl.where((column == accepted) & more, next_token.to(tl.int64), out)
-        tl.store(emitted_ptr + batch * width + column, out, mask=column < width)
+        token = tl.where(column < accepted, drafts, -1)
+        token = tl.where((column == accepted) & more, next_token.to(tl.int64), token)
+        tl.store(out.emitted + batch * width + column, token, mask=column < width)
         row = tl.where(column < emitted, column, -1).to(tl.int64)
-        tl.store(rows_ptr + batch * width + column, row, mask=column < width)
+        tl.store(out.accepted_rows + batch * width + column, row, mask=column < width)
         if LOGPROBS:
             outside = (column < first) | (column >= first + count)
-            tl.store(logprobs_ptr + batch * width + column, 0.0, mask=(column < width) & outside)
+            tl.store(out.logprobs + batch * width + column, 0.0, mask=(column < width) & outside)
         begin += COLUMNS
         drafts = load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS)
-    tl.store(num_emitted_ptr + batch, emitted.to(tl.int64))
+    tl.store(out.num_emitted + batch, emitted.to(tl.int64))
 
 
 @triton.jit
 def write_logprobs(
-    logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width, vocab,
-    draft, next_token, accepted, one_hot, temperature, RAW: tl.constexpr,
+    given, logprobs_ptr, floor, batch, line, at, known, area, row, needed, first, count, width, draft, next_token,
+    accepted, one_hot, temperature, RAW: tl.constexpr,
 ):
     """Write the log-probabilities of the emitted tokens. ``one_hot`` ``[ROWS]`` is the token of a point mass, or -1."""
     final = tl.where(row < accepted, draft, next_token)
     wanted = needed & (row <= accepted)
     if RAW:
-        x = tl.load(logits_ptr + line * vocab + final, mask=wanted, other=-float("inf")).to(tl.float32)
-        largest, total, _ = merge_sums(stats_ptr, at, known, area, 1, LOG2E)
+        x = tl.load(given.logits + line * given.vocab + final, mask=wanted, other=-float("inf")).to(tl.float32)
+        largest, total, _ = merge_sums(given.stats, at, known, area, 1, LOG2E)
         value = logprob(x, largest, total, 1.0)
         value = tl.where(largest == -float("inf"), tl.where(final == 0, 0.0, -float("inf")), value)
     else:
-        x = floored_logits(logits_ptr, line, final, vocab, floor, wanted)
-        largest, total, _ = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
+        x = floored_logits(given, line, final, floor, wanted)
+        largest, total, _ = merge_sums(given.stats, at, known, area, 2, exponent_scale(temperature))
         value = logprob(x, largest, total, inverse_temperature(temperature))
         value = tl.where(one_hot >= 0, tl.where(final == one_hot, 0.0, -float("inf")), value)
     tl.store(logprobs_ptr + batch * width + row, tl.where(wanted, value, 0.0), mask=row - first < count)

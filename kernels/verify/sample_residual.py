@@ -48,74 +48,66 @@ def target_prob(x, token_ids, floor, largest, total, scale, one_hot):
 
 
 @triton.jit
-def draft_row(rows_ptr, batch, drawn):
+def draft_row(source, batch, drawn):
     """The row of the draft logits that belongs to a sequence, and how many of its drafts have logits.
 
     These are ``drawn``, or none if the row is -1.
     """
     own = batch.to(tl.int64)
-    if rows_ptr is not None:
-        own = tl.load(rows_ptr + batch)
+    if source.rows is not None:
+        own = tl.load(source.rows + batch)
         drawn = tl.where(own < 0, 0, drawn)
         own = tl.maximum(own, 0)
     return own, drawn
 
 
 @triton.jit
-def draft_prob(
-    draft_ptr, own_ptr, line, token_ids, inside, drawn, draft, largest, total, own_vocab,
-    DRAWN: tl.constexpr, MAPPED: tl.constexpr,
-):
+def draft_prob(source, line, token_ids, inside, drawn, draft, largest, total):
     """The draft's probabilities of the target's tokens at ``token_ids``.
 
     A draft that was not drawn from a known distribution is a point mass at ``draft``.
     """
     prob = tl.where(token_ids == draft, 1.0, 0.0)
-    if DRAWN:
+    if source.logits is not None:
         own = token_ids
-        if MAPPED:
-            own = tl.load(own_ptr + token_ids, mask=inside, other=-1)
-        has = inside & drawn & (own >= 0) & (own < own_vocab)
-        x = tl.load(draft_ptr + line.to(tl.int64) * own_vocab + own, mask=has, other=-float("inf")).to(tl.float32)
+        if source.own_ids is not None:
+            own = tl.load(source.own_ids + token_ids, mask=inside, other=-1)
+        has = inside & drawn & (own >= 0) & (own < source.vocab)
+        row_ptr = source.logits + line.to(tl.int64) * source.vocab
+        x = tl.load(row_ptr + own, mask=has, other=-float("inf")).to(tl.float32)
         prob = tl.where(drawn, tl.exp2((x - largest) * LOG2E) / total, prob)
     return prob
 
 
 @triton.jit
-def residual_tile(
-    logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
-    begin, vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
-    MAPPED: tl.constexpr,
-):
+def residual_tile(given, source, tables, batch, line, row, begin, lines, drawn, own, TILE: tl.constexpr):
     """``max(w * p - q, 0)`` of one tile of a row, or ``p`` if ``own``, and the token ids, both ``[TILE // 4, 4]``."""
     token_ids = begin + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [TILE // 4, 4]
-    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    temperature = tl.load(given.temperature + batch).to(tl.float32)
     scale = exponent_scale(temperature)
-    floor = load_floor(floors_ptr, line, FLOORED)
-    largest = tl.load(column(reals_ptr, TARGET_MAX, lines) + line)
-    total = tl.load(column(reals_ptr, TARGET_SUM, lines) + line)
-    draft_largest = tl.load(column(reals_ptr, DRAFT_MAX, lines) + line)
-    draft_total = tl.load(column(reals_ptr, DRAFT_SUM, lines) + line)
-    weight = tl.load(column(reals_ptr, WEIGHT, lines) + line)
-    one_hot = tl.load(column(integers_ptr, ONE_HOT, lines) + line)
-    draft = tl.load(column(integers_ptr, DRAFT, lines) + line)
+    floor = load_floor(given.floors, line, given.floors is not None)
+    largest = tl.load(column(tables.reals, TARGET_MAX, lines) + line)
+    total = tl.load(column(tables.reals, TARGET_SUM, lines) + line)
+    draft_largest = tl.load(column(tables.reals, DRAFT_MAX, lines) + line)
+    draft_total = tl.load(column(tables.reals, DRAFT_SUM, lines) + line)
+    weight = tl.load(column(tables.reals, WEIGHT, lines) + line)
+    one_hot = tl.load(column(tables.integers, ONE_HOT, lines) + line)
+    draft = tl.load(column(tables.integers, DRAFT, lines) + line)
     # ---- p = softmax(logits / temperature), q = softmax(draft logits), residual = max(w * p - q, 0) ----
-    x = load_tile(logits_ptr + line.to(tl.int64) * vocab, begin, vocab, TILE)
+    x = load_tile(given.logits + line.to(tl.int64) * given.vocab, begin, given.vocab, TILE)
     p = target_prob(x, token_ids, floor, largest, total, scale, one_hot)
-    draft_batch, has_logits = draft_row(index_ptr, batch, drawn)
+    draft_batch, has_logits = draft_row(source, batch, drawn)
     q = draft_prob(
-        draft_ptr, own_ptr, draft_batch * drawn + row, token_ids, (token_ids < vocab) & (own == 0), row < has_logits,
-        draft, draft_largest, draft_total, own_vocab, DRAWN, MAPPED,
+        source, draft_batch * drawn + row, token_ids, (token_ids < given.vocab) & (own == 0), row < has_logits, draft,
+        draft_largest, draft_total,
     )
     return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), token_ids
 
 
 @triton.jit
 def _split_winner(
-    logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
-    integers_ptr, batch, last, first, forced, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
-    MAPPED: tl.constexpr,
+    given, source, tables, batch, last, first, forced, accepted, begin, count, width, lines, drawn, own,
+    SPLIT: tl.constexpr, TILE: tl.constexpr,
 ):
     """The first token of a split to arrive: its race value, which is 0 if no token has any weight, and its id."""
     line = batch * count + last
@@ -124,14 +116,11 @@ def _split_winner(
     tile_index = tl.zeros((TILE // 4, 4), tl.int32)  # the first tile that has it
     for i in range(SPLIT // TILE):
         value, _ = residual_tile(
-            logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
-            line, first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
+            given, source, tables, batch, line, first + last, begin + i * TILE, lines, drawn, own, TILE
         )
-        if NOISE:
+        if given.seeds is not None:
             next_row = tl.minimum(accepted, width - 1)
-            k0, k1, c1, c2, c3 = step_noise_key(
-                seeds_ptr, positions_ptr, batch, next_row, forced, width, TL_STREAM_RESIDUAL
-            )
+            k0, k1, c1, c2, c3 = step_noise_key(given, batch, next_row, forced, width, TL_STREAM_RESIDUAL)
             # The race value residual / e. A Philox block serves the four tokens of a row of the tile.
             block = (begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None]
             value = value / token_exponentials(block, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
@@ -143,26 +132,22 @@ def _split_winner(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
 def sample_residual(
-    logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
-    num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, token_ids_ptr,
-    count, width, vocab, splits, lines, drawn, own_vocab,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
-    MAPPED: tl.constexpr, PDL: tl.constexpr,
+    given, source, tables, accepted_ptr, best_ptr, token_ids_ptr, count, width, lines, drawn,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):
     """Store the first token of one split to arrive, in the row that gives the next token. The grid is (B * splits)."""
     gdc_wait(PDL)
     program = tl.program_id(0)
-    batch, split = program // splits, program % splits
-    num_forced = tl.load(num_forced_ptr + batch).to(tl.int32)
-    if num_forced < tl.load(num_rows_ptr + batch):
+    batch, split = program // given.splits, program % given.splits
+    num_forced = tl.load(given.num_forced + batch).to(tl.int32)
+    if num_forced < tl.load(given.num_rows + batch):
         first, forced = tl.minimum(num_forced, width - count), tl.minimum(num_forced, width - 1)
         accepted = tl.load(accepted_ptr + batch)
         last = last_row(accepted, first, count)
-        own = 1 - tl.load(column(integers_ptr, LIVE, lines) + batch * count + last)
+        own = 1 - tl.load(column(tables.integers, LIVE, lines) + batch * count + last)
         best, token_ids = _split_winner(
-            logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
-            reals_ptr, integers_ptr, batch, last, first, forced, accepted, split * SPLIT, count, width, vocab, lines,
-            drawn, own_vocab, own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+            given, source, tables, batch, last, first, forced, accepted, split * SPLIT, count, width, lines, drawn, own,
+            SPLIT, TILE,
         )
         tl.store(best_ptr + program, best)
         tl.store(token_ids_ptr + program, token_ids)
@@ -171,19 +156,16 @@ def sample_residual(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def finish_residual(
-    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr,
-    num_rows_ptr, num_forced_ptr, floors_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, token_ids_ptr,
-    emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr,
-    count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
+    given, source, tables, accepted_ptr, best_ptr, token_ids_ptr, out, draft_tokens_ptr, count, width, drafts_stride,
+    lines, drawn,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
-    NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PROCESSED: tl.constexpr, DRAWN: tl.constexpr,
-    MAPPED: tl.constexpr, PDL: tl.constexpr,
+    RAW: tl.constexpr, PROCESSED: tl.constexpr, PDL: tl.constexpr,
 ):
     """For one sequence, find the first token of all splits to arrive, and write the results."""
     gdc_wait(PDL)
-    batch = tl.program_id(0)
+    batch, splits = tl.program_id(0), given.splits
     rows, ks = tl.arange(0, ROWS), tl.arange(0, SPLITS)
-    row, needed, _, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    row, needed, _, first, forced, more = place_rows(given, batch, count, width, ROWS)
     accepted = tl.load(accepted_ptr + batch)
     last = last_row(accepted, first, count)
     # ---- The winner of all splits, the lowest id on ties ----
@@ -196,31 +178,29 @@ def finish_residual(
     while split < splits:
         # Rounding has left nothing of the difference, so the token is drawn from the target's own distribution.
         found, found_token = _split_winner(
-            logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
-            reals_ptr, integers_ptr, batch, last, first, forced, accepted, split * SPLIT, count, width, vocab, lines,
-            drawn, own_vocab, 1, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+            given, source, tables, batch, last, first, forced, accepted, split * SPLIT, count, width, lines, drawn, 1,
+            SPLIT, TILE,
         )
         token = tl.where(found > best, found_token, token)
         best = tl.maximum(best, found)
         split += 1
-    token = tl.where(token < vocab, token, 0)
+    token = tl.where(token < given.vocab, token, 0)
 
     # ---- The accepted drafts, then the winner, and their log-probabilities ----
     lay_out(
-        load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS), draft_tokens_ptr, emitted_ptr,
-        num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, token, more, first, count, width, drafts_stride,
-        COLUMNS, RAW or PROCESSED,
+        out, load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS), draft_tokens_ptr, batch, accepted,
+        token, more, first, count, width, drafts_stride, COLUMNS, RAW or PROCESSED,
     )
     line = (batch * count + rows).to(tl.int64)
     at = line[:, None] * splits + ks[None, :]  # [ROWS, SPLITS]
     known = needed[:, None] & (ks[None, :] < splits)
     if RAW or PROCESSED:
-        temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-        one_hot = tl.load(column(integers_ptr, ONE_HOT, lines) + line, mask=rows < count, other=-1)
-        draft = tl.load(column(integers_ptr, DRAFT, lines) + line, mask=rows < count, other=0)
-        floor = load_floors(floors_ptr, line, needed, FLOORED)
+        temperature = tl.load(given.temperature + batch).to(tl.float32)
+        one_hot = tl.load(column(tables.integers, ONE_HOT, lines) + line, mask=rows < count, other=-1)
+        draft = tl.load(column(tables.integers, DRAFT, lines) + line, mask=rows < count, other=0)
+        floor = load_floors(given.floors, line, needed, given.floors is not None)
         write_logprobs(
-            logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, lines * splits, row, needed, first,
-            count, width, vocab, draft, token, accepted, one_hot, temperature, RAW,
+            given, out.logprobs, floor, batch, line, at, known, lines * splits, row, needed, first, count, width, draft,
+            token, accepted, one_hot, temperature, RAW,
         )
     gdc_launch_dependents(PDL)

@@ -33,7 +33,7 @@ from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.gumbel import NO_TOKEN, TILE, WARPS, aligned, exponent_scale, load_floors, split_size
 from specgraph.kernels.sampling.sample import clean_logits, process_logits
 from specgraph.kernels.sampling.scan import REPORT_COLUMNS, row_tokens
-from specgraph.kernels.verify.rows import merge_sums, write_logprobs
+from specgraph.kernels.verify.rows import Rows, merge_sums, write_logprobs
 from specgraph.kernels.verify.verify_triton import scan_rows
 
 KINDS = ("raw", "processed")
@@ -123,9 +123,8 @@ def score_reference(given: Score) -> Scored:
 
 @triton.jit(do_not_specialize=["count", "width", "candidates", "tokens_stride", "area"])
 def _score_rows(
-    logits_ptr, tokens_ptr, num_scored_ptr, temperature_ptr, floors_ptr, reports_ptr, stats_ptr, logprobs_ptr,
-    is_greedy_ptr, bad_ptr, count, width, candidates, tokens_stride, vocab, splits, area,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PDL: tl.constexpr,
+    given, out, tokens_ptr, count, width, candidates, tokens_stride, area,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, RAW: tl.constexpr, PDL: tl.constexpr,
 ):
     """Merge the splits of the rows of ``ROWS`` tokens of one sequence, and write what they say of these tokens.
 
@@ -133,28 +132,28 @@ def _score_rows(
     """
     gdc_wait(PDL)
     gdc_launch_dependents(PDL)
-    batch = tl.program_id(1)
+    batch, splits = tl.program_id(1), given.splits
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = place // candidates
-    needed = (place < width) & (row < tl.load(num_scored_ptr + batch))
-    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-    given = tl.load(tokens_ptr + batch.to(tl.int64) * tokens_stride + place, mask=needed, other=0).to(tl.int32)
+    needed = (place < width) & (row < tl.load(given.num_rows + batch))
+    temperature = tl.load(given.temperature + batch).to(tl.float32)
+    token = tl.load(tokens_ptr + batch.to(tl.int64) * tokens_stride + place, mask=needed, other=0).to(tl.int32)
     line = batch.to(tl.int64) * count + row
-    best, bad = row_tokens(reports_ptr, line, needed, splits, area, SPLITS)
+    best, bad = row_tokens(given.reports, line, needed, splits, area, SPLITS)
     best = tl.where(best == NO_TOKEN, 0, best)
-    tl.store(bad_ptr + batch * width + place, bad.to(tl.uint8), mask=place < width)
-    tl.store(is_greedy_ptr + batch * width + place, ((best == given) & needed).to(tl.uint8), mask=place < width)
+    tl.store(out.bad + batch * width + place, bad.to(tl.uint8), mask=place < width)
+    tl.store(out.is_greedy + batch * width + place, ((best == token) & needed).to(tl.uint8), mask=place < width)
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
-    floor = load_floors(floors_ptr, line, needed, FLOORED)
+    floor = load_floors(given.floors, line, needed, given.floors is not None)
     cold = temperature + tl.zeros((ROWS,), tl.float32) < TL_GREEDY_BELOW
     one_hot = tl.where(cold, best, -1)
     if not RAW:
-        largest, _, _ = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
+        largest, _, _ = merge_sums(given.stats, at, known, area, 2, exponent_scale(temperature))
         one_hot = tl.where(cold, best, tl.where(largest == -float("inf"), 0, -1))
     write_logprobs(
-        logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, place, needed, 0, width, width, vocab,
-        given, given, width, one_hot, temperature, RAW,
+        given, out.logprobs, floor, batch, line, at, known, area, place, needed, 0, width, width, token, token, width,
+        one_hot, temperature, RAW,
     )
 
 
@@ -167,35 +166,35 @@ def score_triton(given: Score) -> Scored:
     """``specgraph::score`` for what :func:`covers` names."""
     batch, count, vocab = given.logits.shape
     results = _score_fake(given)
-    logprobs, is_greedy, bad = results
-    if logprobs.numel() == 0:
+    if given.tokens.numel() == 0:
         return results
-    logits, num_scored, raw = aligned(given.logits), given.num_scored.contiguous(), given.logprobs == "raw"
+    logits, raw = aligned(given.logits), given.logprobs == "raw"
     tokens = given.tokens.flatten(1)
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     width = tokens.shape[1]
     chosen = None if raw else given.temperature
-    temperature = logprobs.new_zeros(batch) if chosen is None else chosen.contiguous()
+    temperature = results.logprobs.new_zeros(batch) if chosen is None else chosen.contiguous()
     options = (None, None, None) if raw else (given.top_k, given.top_p, given.min_p)
     split = split_size(vocab)
     floors = find_floors(logits, temperature, *options, split=split)
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    reports = torch.empty((REPORT_COLUMNS, area), dtype=torch.int32, device=logits.device)
-    stats = logits.new_empty(4 * area, dtype=torch.float32)
-    # The same options as for verification, so that the same expression gives the same bits.
-    common = {"FLOORED": floors is not None, "RAW": raw, "num_warps": WARPS, "enable_fp_fusion": False}
-    bounds = stats if floors is None else floors
-    launch(
-        scan_rows, (splits, count, batch),
-        logits, temperature, num_scored, num_scored, num_scored, None, bounds, reports, stats, count, count, vocab,
-        splits, SPLIT=split, TILE=TILE, SCALED=not raw, NOISE=False, **common,
+    rows = Rows(
+        logits, vocab, splits, logits.new_empty(4 * area, dtype=torch.float32), given.num_scored.contiguous(), None,
+        temperature, floors=floors,
+        reports=torch.empty((REPORT_COLUMNS, area), dtype=torch.int32, device=logits.device),
     )
+    # The same options as for verification, so that the same expression gives the same bits.
+    common = {"RAW": raw, "num_warps": WARPS, "enable_fp_fusion": False}
     launch(
-        _score_rows, (triton.cdiv(width, ROWS), batch),
-        logits, tokens, num_scored, temperature, bounds, reports, stats, logprobs, is_greedy.view(torch.uint8),
-        bad.view(torch.uint8), count, width, width // given.tokens.shape[1], tokens.stride(0), vocab, splits, area,
-        ROWS=ROWS, SPLITS=triton.next_power_of_2(max(splits, 2)), **common,
+        scan_rows, (splits, count, batch), rows, count, count, SPLIT=split, TILE=TILE, SCALED=not raw, NOISE=False,
+        **common,
+    )
+    out = Scored(results.logprobs, results.is_greedy.view(torch.uint8), results.bad.view(torch.uint8))
+    launch(
+        _score_rows, (triton.cdiv(width, ROWS), batch), rows, out, tokens, count, width,
+        width // given.tokens.shape[1], tokens.stride(0), area, ROWS=ROWS,
+        SPLITS=triton.next_power_of_2(max(splits, 2)), **common,
     )
     return results
 

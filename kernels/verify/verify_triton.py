@@ -44,6 +44,7 @@ from specgraph.kernels.step.tokens import what_is_bad
 from specgraph.kernels.verify.arguments import Verified, Verify, check_block
 from specgraph.kernels.verify.raw_logprobs import raw_logprobs
 from specgraph.kernels.verify.rows import (
+    Rows,
     acceptance_uniforms,
     count_accepted,
     floored_logits,
@@ -57,7 +58,7 @@ from specgraph.kernels.verify.rows import (
     split_sums,
     write_logprobs,
 )
-from specgraph.kernels.verify.triton_residual import Block, Drawn, verify_residual
+from specgraph.kernels.verify.triton_residual import drawn_from, verify_residual
 
 STRICT, TYPICAL, SYNTHETIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _RULES = {"strict": 0, "typical": 1, "synthetic": 2}
@@ -66,12 +67,10 @@ _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit(do_not_specialize=["count", "width"])
 def scan_rows(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    reports_ptr, stats_ptr, count, width, vocab, splits,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr,
+    given, count, width, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, RAW: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Scan one split of one row. The grid is ``(splits, R, B)``. Without ``num_forced_ptr`` no row is forced.
+    """Scan one split of one row. The grid is ``(splits, R, B)``.
 
     ``stats`` ``[4, B * R, splits]`` receives the largest logit, the sum of exponentials of the raw logits, and the sum
     and the moment (see :func:`~specgraph.kernels.verify.rows.split_sums`) of the logits over the temperature.
@@ -82,49 +81,50 @@ def scan_rows(
     gdc_launch_dependents(PDL)
     split, batch = tl.program_id(0), tl.program_id(2)
     line = batch * count + tl.program_id(1)
-    num_rows = tl.load(num_rows_ptr + batch).to(tl.int32)
+    num_rows = tl.load(given.num_rows + batch).to(tl.int32)
     num_forced = num_rows * 0
-    if num_forced_ptr is not None:
-        num_forced = tl.load(num_forced_ptr + batch).to(tl.int32)
-    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    if given.num_forced is not None:
+        num_forced = tl.load(given.num_forced + batch).to(tl.int32)
+    temperature = tl.load(given.temperature + batch).to(tl.float32)
     row = tl.minimum(num_forced, width - count) + tl.program_id(1)
     # No temperature has these bits. The comparison keeps the compiler from delaying the read of the temperature, and
     # with it the reads of the logits.
-    given = temperature.to(tl.int32, bitcast=True) != -1
-    if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced) & given:
-        row_ptr = logits_ptr + line.to(tl.int64) * vocab
+    known = temperature.to(tl.int32, bitcast=True) != -1
+    if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced) & known:
+        vocab = given.vocab
+        row_ptr = given.logits + line.to(tl.int64) * vocab
         begin = split * SPLIT
-        at = line * splits + split
+        at = line * given.splits + split
+        FLOORED: tl.constexpr = given.floors is not None
         area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-        floor = load_floor(floors_ptr, line, FLOORED)
+        floor = load_floor(given.floors, line, FLOORED)
         seed, position = num_rows.to(tl.int64), num_rows.to(tl.int64)
         if NOISE:
-            seed, position = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
+            seed, position = tl.load(given.seeds + batch), tl.load(given.positions + batch * width + row)
+        noise = seed, position, position * 0
         scan_split(
-            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, (seed, position, position * 0), reports_ptr, at,
-            area, TL_STREAM_TARGET, SPLIT, NOISE, False, FLOORED,
+            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, noise, given.reports, at, area, TL_STREAM_TARGET,
+            SPLIT, NOISE, False, FLOORED,
         )
         if RAW or SCALED:
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
-            tl.store(stats_ptr + at, largest)
+            tl.store(given.stats + at, largest)
             largest = tl.where(largest > -float("inf"), largest, 0.0)
             if RAW:
                 total, _ = split_sums(row_ptr, begin, vocab, largest, floor, LOG2E, SPLIT, TILE, False)
-                tl.store(stats_ptr + area + at, total)
+                tl.store(given.stats + area + at, total)
             if SCALED:
                 scale = exponent_scale(temperature)
                 total, moment = split_sums(row_ptr, begin, vocab, largest, floor, scale, SPLIT, TILE, FLOORED)
-                tl.store(stats_ptr + 2 * area + at, total)
-                tl.store(stats_ptr + 3 * area + at, moment)
+                tl.store(given.stats + 2 * area + at, total)
+                tl.store(given.stats + 3 * area + at, moment)
 
 
 @triton.jit(do_not_specialize=["count", "width", "drafts_stride", "area"])
 def _finish(
-    logits_ptr, draft_tokens_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    reports_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, bad_ptr,
-    count, width, drafts_stride, vocab, splits, area, threshold, alpha, rate,
-    RULE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, NOISE: tl.constexpr,
-    FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr, PROCESSED: tl.constexpr, PDL: tl.constexpr,
+    given, out, draft_tokens_ptr, count, width, drafts_stride, area, threshold, alpha, rate,
+    RULE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, RAW: tl.constexpr,
+    SCALED: tl.constexpr, PROCESSED: tl.constexpr, PDL: tl.constexpr,
 ):
     """For one sequence, merge the splits, accept drafts and write the results.
 
@@ -133,11 +133,11 @@ def _finish(
     gdc_launch_dependents(PDL)
     batch = tl.program_id(0)
     rows = tl.arange(0, ROWS)
-    row, needed, num_rows, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
-    temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
+    row, needed, num_rows, first, forced, more = place_rows(given, batch, count, width, ROWS)
+    temperature = tl.load(given.temperature + batch, cache_modifier=".cg").to(tl.float32)
     cold = temperature + tl.zeros((ROWS,), tl.float32) < TL_GREEDY_BELOW
     draft, valid_draft, live = locate_drafts(
-        draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
+        draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, given.vocab, ROWS
     )
     drafts = load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS)
     # The reads above are safe: ``scan_rows`` waited for everything written before it, and only then let this kernel
@@ -145,16 +145,16 @@ def _finish(
     gdc_wait(PDL)
 
     # ---- The target's own token of every row: the best of its splits ----
-    line = (batch * count + rows).to(tl.int64)  # [ROWS]
-    token, bad = row_tokens(reports_ptr, line, needed, splits, area, SPLITS)
-    tl.store(bad_ptr + batch, what_is_bad(bad, row, needed & (token == NO_TOKEN)))
+    line, splits = (batch * count + rows).to(tl.int64), given.splits  # [ROWS]
+    token, bad = row_tokens(given.reports, line, needed, splits, area, SPLITS)
+    tl.store(out.bad + batch, what_is_bad(bad, row, needed & (token == NO_TOKEN)))
     token = tl.where(token == NO_TOKEN, 0, token)
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]  # [ROWS, SPLITS]
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
-    floor = load_floors(floors_ptr, line, needed, FLOORED)
+    floor = load_floors(given.floors, line, needed, given.floors is not None)
     one_hot = tl.where(cold, token, -1)
     if SCALED:
-        largest, total, moment = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
+        largest, total, moment = merge_sums(given.stats, at, known, area, 2, exponent_scale(temperature))
         one_hot = tl.where(cold, token, tl.where(largest == -float("inf"), 0, -1))
 
     # ---- Accept: `strict` draft == token; `synthetic` u < rate; `typical` (Cai et al. 2024, arXiv 2401.10774)
@@ -162,11 +162,11 @@ def _finish(
     if RULE == STRICT:
         good = token == draft
     else:
-        u = acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, forced, width, NOISE)
+        u = acceptance_uniforms(given, batch, row, forced, width)
         if RULE == SYNTHETIC:
             good = u < rate
         else:
-            x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & valid_draft)
+            x = floored_logits(given, line, draft, floor, needed & valid_draft)
             p = tl.exp(logprob(x, largest, total, inverse_temperature(temperature)))
             entropy = tl.log(total) - moment / total * 0.6931471805599453
             p = tl.where(one_hot >= 0, tl.where(draft == one_hot, 1.0, 0.0), p)
@@ -177,13 +177,13 @@ def _finish(
 
     # ---- The accepted drafts, then the next token, and their log-probabilities ----
     lay_out(
-        drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, next_token,
-        more, first, count, width, drafts_stride, COLUMNS, RAW or PROCESSED,
+        out, drafts, draft_tokens_ptr, batch, accepted, next_token, more, first, count, width, drafts_stride, COLUMNS,
+        RAW or PROCESSED,
     )
     if RAW or PROCESSED:
         write_logprobs(
-            logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width,
-            vocab, draft, next_token, accepted, one_hot, temperature, RAW,
+            given, out.logprobs, floor, batch, line, at, known, area, row, needed, first, count, width, draft,
+            next_token, accepted, one_hot, temperature, RAW,
         )
 
 
@@ -212,10 +212,10 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     num_emitted = given.num_rows.new_empty(batch)
     values = logits.new_empty((batch, 0 if logprobs == "none" else width), dtype=torch.float32)
     bad = torch.empty(batch, dtype=torch.int32, device=logits.device)
+    out = Verified(emitted, num_emitted, accepted_rows, values, bad)
     if batch == 0:
-        return Verified(emitted, num_emitted, accepted_rows, values, bad)
-    logits, positions, temperature = aligned(logits), positions.contiguous(), given.temperature.contiguous()
-    num_rows, num_forced = given.num_rows.contiguous(), given.num_forced.contiguous()
+        return out
+    logits, temperature = aligned(logits), given.temperature.contiguous()
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
     floors = find_floors(logits, temperature, given.top_k, given.top_p, given.min_p, split=split or split_size(vocab))
     by_step = rule in STEP_NOISE_RULES
@@ -223,37 +223,28 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     split = split or (split_size(vocab) if raw or scaled else scan_size(vocab, batch * count))
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    reports = torch.empty((REPORT_COLUMNS, area), dtype=torch.int32, device=logits.device)
-    stats = logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32)
-    noise = num_rows if given.seeds is None else given.seeds.contiguous()
-    # Without contraction, the same expression gives the same bits in every kernel.
-    common: dict[str, Any] = {"FLOORED": floors is not None, "RAW": raw, "num_warps": warps, "enable_fp_fusion": False}
-    sizes = {"SPLIT": split, "TILE": tile}
-    bounds = stats if floors is None else floors
-    # Rules whose noise is keyed by the step draw in a later kernel. They need only the largest values of the rows here.
-    launch(
-        scan_rows, (splits, count, batch),
-        logits, temperature, noise, positions, num_rows, num_forced, bounds, reports, stats, count, width,
-        vocab, splits, SCALED=scaled, NOISE=given.seeds is not None and not by_step, **sizes, **common,
+    rows = Rows(
+        logits, vocab, splits, logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32),
+        given.num_rows.contiguous(), given.num_forced.contiguous(), temperature,
+        None if given.seeds is None else given.seeds.contiguous(), positions.contiguous(), floors,
+        torch.empty((REPORT_COLUMNS, area), dtype=torch.int32, device=logits.device),
     )
+    # Without contraction, the same expression gives the same bits in every kernel.
+    common: dict[str, Any] = {"RAW": raw, "num_warps": warps, "enable_fp_fusion": False}
+    sizes = {"SPLIT": split, "TILE": tile}
+    # Rules whose noise is keyed by the step draw in a later kernel. They need only the largest values of the rows here.
+    noise = given.seeds is not None and not by_step
+    launch(scan_rows, (splits, count, batch), rows, count, width, SCALED=scaled, NOISE=noise, **sizes, **common)
     common |= {
         "ROWS": triton.next_power_of_2(max(count, 2)), "SPLITS": triton.next_power_of_2(max(splits, 2)),
-        "COLUMNS": min(triton.next_power_of_2(width), 1024), "NOISE": given.seeds is not None,
-        "PROCESSED": logprobs == "processed",
+        "COLUMNS": min(triton.next_power_of_2(width), 1024), "PROCESSED": logprobs == "processed",
     }
     if by_step:
-        block = Block(
-            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, reports, stats,
-        )
-        drawn = Drawn(given.draft_logits, given.target_to_draft, given.draft_rows, given.point_mass)
-        results = (emitted, num_emitted, accepted_rows, values, bad)
-        verify_residual(block, drawn, results, splits, rule == "block", sizes | common)
+        verify_residual(rows, drawn_from(given), draft_tokens, out, rule == "block", sizes | common)
     else:
         launch(
-            _finish, (batch,),
-            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, reports, stats,
-            emitted, num_emitted, accepted_rows, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
+            _finish, (batch,), rows, out, draft_tokens, count, width, draft_tokens.stride(0), area,
             given.posterior_threshold, given.posterior_alpha, given.acceptance_rate, RULE=_RULES[rule], SCALED=scaled,
             **common,
         )
-    return Verified(emitted, num_emitted, accepted_rows, values, bad)
+    return out
