@@ -22,6 +22,8 @@ class Gpu:
         search_programs: programs that search the histories of all sequences together, for n-grams and suffixes.
         count_programs: programs that count the tokens of all sequences together.
         product_tiles: with so many tiles of a product of many rows, nearly all multiprocessors have work.
+        scan_programs: with so many programs of a scan of logits, about eight for each multiprocessor, they hide each
+            other's latency.
         pointwise_tiles: with so many tiles of a pointwise kernel, all multiprocessors have work.
     """
 
@@ -31,6 +33,7 @@ class Gpu:
     search_programs: int = 1056
     count_programs: int = 528
     product_tiles: int = 96
+    scan_programs: int = 1024
     pointwise_tiles: int = 256
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specgraph.kernels import gpus
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import (
     INF_KEY,
@@ -50,8 +51,6 @@ from specgraph.kernels.sampling.gumbel import (
 REPORT_COLUMNS = 3
 _SCORE, _TOKEN, _HAS_NAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """The columns of reports, int32 ``[REPORT_COLUMNS, splits of all rows]``. A score is stored as its bits."""
-_MANY_PROGRAMS = 1024
-"""About eight programs on each multiprocessor of a large GPU, which are enough to hide each other's latency."""
 
 
 def scan_size(vocab: int, rows: int) -> int:
@@ -60,7 +59,7 @@ def scan_size(vocab: int, rows: int) -> int:
     The token that a row draws does not depend on it. The bits of sums do, so kernels that sum use :func:`split_size`.
     """
     size = split_size(vocab)
-    return 4096 if rows * triton.cdiv(vocab, size) > _MANY_PROGRAMS else size
+    return 4096 if rows * triton.cdiv(vocab, size) > gpus.HOPPER.scan_programs else size
 
 
 @triton.jit

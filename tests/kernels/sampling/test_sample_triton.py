@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.ops import OPS
-from specgraph.kernels.sampling import gumbel, scan
+from specgraph.kernels.sampling import gumbel
 from specgraph.kernels.sampling.draft import sample_draft
 from specgraph.kernels.sampling.gumbel import noise_key, philox
 from specgraph.kernels.sampling.sample import uniform
@@ -99,7 +102,7 @@ def test_cuts(mapped: bool, limit: int | None) -> None:
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_many_rows_have_larger_splits_and_the_same_tokens(monkeypatch: pytest.MonkeyPatch, mapped: bool) -> None:
-    monkeypatch.setattr(scan, "_MANY_PROGRAMS", 1)
+    monkeypatch.setattr(gpus, "HOPPER", dataclasses.replace(gpus.HOPPER, scan_programs=1))
     ids = torch.randperm(9000, generator=torch.Generator().manual_seed(1))[:5000] if mapped else None
     for one, other in zip(*drafts(noise(3, 1, 5000).bfloat16(), "strict", ids, 8000, True, split=None), strict=True):
         assert torch.equal(one, other)

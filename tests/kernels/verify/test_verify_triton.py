@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels import gpus
 from specgraph.kernels.ops import OPS
 from specgraph.kernels.sampling import scan
 from specgraph.kernels.sampling.constants import STREAM_TARGET
@@ -248,7 +250,7 @@ def test_many_rows_have_larger_splits_and_the_same_bits(monkeypatch: pytest.Monk
     given = with_cuts(problem(2, 1, 5000, dtype=torch.bfloat16))
     assert scan.scan_size(5000, 204) == 1024 and scan.scan_size(5000, 205) == 4096
     few = launch(given, logprobs=kind, split=0)
-    monkeypatch.setattr(scan, "_MANY_PROGRAMS", 1)
+    monkeypatch.setattr(gpus, "HOPPER", dataclasses.replace(gpus.HOPPER, scan_programs=1))
     many = launch(given, logprobs=kind, split=0)
     assert_same_tokens(few, reference(given))
     assert all(torch.equal(one, other) for one, other in zip(few, many, strict=True))
