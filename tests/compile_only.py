@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -66,10 +66,18 @@ _RUN = triton.JITFunction.run
 _DO_COMPILE = triton.JITFunction._do_compile
 
 
+def _types(kinds: Iterable[Any]) -> Iterator[str]:
+    """The types of arguments, of the elements where an argument is a tuple, and none for constants."""
+    for kind in kinds:
+        if isinstance(kind, tuple):
+            yield from _types(kind)
+        elif kind != "constexpr":
+            yield kind
+
+
 def _do_compile(kernel: Any, key: str, signature: dict[str, str], device: int, constants: Any, options: Any,
                 *rest: Any) -> Any:  # fmt: skip
-    types = tuple(kind for kind in signature.values() if kind != "constexpr")
-    group = (kernel, types, options.num_warps, options.num_stages)
+    group = (kernel, tuple(_types(signature.values())), options.num_warps, options.num_stages)
     given = (key, signature, device, constants, options, *rest)
     if group not in WHOLE:
         WHOLE.add(group)
