@@ -6,9 +6,7 @@ the same, the acceptance length becomes 1, and the report says what happened.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,12 +26,8 @@ def forced_only(drafts: Tensor, num_forced: Tensor) -> Tensor:
     return torch.where(column < num_forced.unsqueeze(1), drafts, -1)
 
 
-@dataclass(frozen=True)
-class RefuseDrafts(Pass):
+class RefuseDrafts(Pass, requires={"verify"}):
     """``draft_tokens(...)`` becomes ``forced_only(draft_tokens(...), num_forced)``."""
-
-    name: ClassVar[str] = "refuse_drafts"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
 
     def apply(self, program: specgraph.Program) -> PassResult:
         nodes = list(calls(program.graph, step.draft_tokens))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -63,10 +65,11 @@ class PassResult:
 class Pass(ABC):
     """A rewrite of a program. Its fields are its options; it holds no state and prints nothing.
 
-    Class attributes: ``name`` is the configuration key. ``requires`` are the facts that must hold for a program before
-    the pass, ``ensures`` those that hold after it, and ``invalidates`` those that no longer do
-    (:data:`~specgraph.ir.program.FACTS`). ``exact`` says whether the outputs stay equal bit for bit, and ``redrafts``
-    whether the pass changes which drafts are proposed.
+    Class attributes: ``name`` is the configuration key, by default the name of the class with underscores. ``requires``
+    are the facts that must hold for a program before the pass, ``ensures`` those that hold after it, and
+    ``invalidates`` those that no longer do (:data:`~specgraph.ir.program.FACTS`). ``exact`` says whether the outputs
+    stay equal bit for bit, and ``redrafts`` whether the pass changes which drafts are proposed. All but the name may
+    also be given behind the base class: ``class FuseNorm(Pass, requires={"traced"})``.
     """
 
     name: ClassVar[str]
@@ -75,6 +78,18 @@ class Pass(ABC):
     invalidates: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = True
     redrafts: ClassVar[bool] = False
+
+    def __init_subclass__(
+        cls, *, requires: Iterable[str] | None = None, ensures: Iterable[str] | None = None,
+        invalidates: Iterable[str] | None = None, exact: bool | None = None, redrafts: bool | None = None,
+    ) -> None:  # fmt: skip
+        if "name" not in vars(cls):
+            cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
+        for name, facts in (("requires", requires), ("ensures", ensures), ("invalidates", invalidates)):
+            if facts is not None:
+                setattr(cls, name, frozenset(facts))
+        cls.exact = cls.exact if exact is None else exact
+        cls.redrafts = cls.redrafts if redrafts is None else redrafts
 
     @property
     def skipped(self) -> str | None:
@@ -98,12 +113,10 @@ class Pass(ABC):
 
 
 @dataclass(frozen=True)
-class LoweringPass(Pass):
+class LoweringPass(Pass, exact=False):
     """A pass that runs only if lowering uses our own kernels. Options: ``enabled``."""
 
     enabled: bool | None = True
-
-    exact: ClassVar[bool] = False
 
     @property
     def skipped(self) -> str | None:

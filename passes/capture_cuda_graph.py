@@ -7,7 +7,6 @@ request, each bucket of batch sizes and, for prompts, each bucket of widths.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -17,13 +16,10 @@ from specgraph.passes.base import Pass, PassResult
 
 
 @dataclass(frozen=True)
-class CaptureCudaGraph(Pass):
+class CaptureCudaGraph(Pass, requires={"verify"}):
     """Options: ``enabled``."""
 
     enabled: bool | None = False
-
-    name: ClassVar[str] = "capture_cuda_graph"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
 
     @property
     def skipped(self) -> str | None:

@@ -7,7 +7,6 @@ changes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from specgraph.errors import ConfigError
 from specgraph.ir.program import Program
@@ -17,14 +16,10 @@ BACKENDS = ("eager", "inductor")
 
 
 @dataclass(frozen=True)
-class CompileRemainder(Pass):
+class CompileRemainder(Pass, requires={"verify"}, exact=False):
     """Options: ``backend``, which is ``eager`` (compile nothing) or ``inductor``."""
 
     backend: str = "eager"
-
-    name: ClassVar[str] = "compile_remainder"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
-    exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

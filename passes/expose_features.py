@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -21,13 +20,10 @@ from specgraph.passes.base import Pass, PassResult
 
 
 @dataclass(frozen=True)
-class ExposeFeatures(Pass):
+class ExposeFeatures(Pass, requires={"traced", "target_only"}):
     """Options: ``layers``, the indices ``k`` of ``hs[k]``; None takes those that the drafter reads."""
 
     layers: tuple[int, ...] | None = None
-
-    name: ClassVar[str] = "expose_features"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced", "target_only"})
 
     def apply(self, program: Program) -> PassResult:
         """Add the outputs to ``target`` and one step node ``hs_k`` for each."""

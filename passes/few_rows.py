@@ -6,9 +6,6 @@ and float64 is for checking.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
 from specgraph.ir.linear import linears
@@ -17,13 +14,8 @@ from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.common.patterns import dtype_of
 
 
-@dataclass(frozen=True)
-class FewRows(Pass):
+class FewRows(Pass, invalidates={"traced"}, exact=False):
     """No options."""
-
-    name: ClassVar[str] = "few_rows"
-    invalidates: ClassVar[frozenset[str]] = frozenset({"traced"})
-    exact: ClassVar[bool] = False
 
     def apply(self, program: Program) -> PassResult:
         """Let every linear layer in float32 call the form for few rows, if the target is on a CPU."""

@@ -7,8 +7,7 @@ rounds once, at the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,12 +31,8 @@ from specgraph.passes.common.patterns import (
 )
 
 
-@dataclass(frozen=True)
-class FuseNorm(LoweringPass):
+class FuseNorm(LoweringPass, requires={"traced"}):
     """Options: ``enabled``."""
-
-    name: ClassVar[str] = "fuse_norm"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every norm of every module."""

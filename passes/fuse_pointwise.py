@@ -14,7 +14,7 @@ import ast
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -51,12 +51,8 @@ MAX_INPUTS = 12
 """The most inputs of one op, so that a kernel does not run out of registers."""
 
 
-@dataclass(frozen=True)
-class FusePointwise(LoweringPass):
+class FusePointwise(LoweringPass, invalidates={"traced"}):
     """Options: ``enabled``."""
-
-    name: ClassVar[str] = "fuse_pointwise"
-    invalidates: ClassVar[frozenset[str]] = frozenset({"traced"})
 
     def apply(self, program: Program) -> PassResult:
         """Replace every function of elements in the modules; chains that can be computed together share an op."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,12 +50,8 @@ BROADCASTS = (aten.unsqueeze.default, aten.expand.default, *CONVERSIONS)
 """Ops that may stand between the positions or the frequencies and their product. None of them moves an element."""
 
 
-@dataclass(frozen=True)
-class FuseRotaryCache(LoweringPass):
+class FuseRotaryCache(LoweringPass, requires={"kv_cache", "traced"}):
     """Options: ``enabled``."""
-
-    name: ClassVar[str] = "fuse_rotary_cache"
-    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "traced"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every attention whose queries and keys are both rotated, and all angles of positions."""

@@ -8,7 +8,6 @@ and positions of their rows, comes from one call of :func:`~specgraph.kernels.st
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from specgraph.drafters.step import DraftStep
 from specgraph.ir.program import Program
@@ -16,15 +15,10 @@ from specgraph.passes.base import Pass, PassResult, check_option_rule
 
 
 @dataclass(frozen=True)
-class InsertDraft(Pass):
+class InsertDraft(Pass, requires={"kv_cache", "target_only"}, ensures={"draft"}, invalidates={"target_only"}):
     """Options: ``rule``, the verification rule, which decides with what noise drafts are drawn."""
 
     rule: str = "strict"
-
-    name: ClassVar[str] = "insert_draft"
-    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "target_only"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"draft"})
-    invalidates: ClassVar[frozenset[str]] = frozenset({"target_only"})
 
     def __post_init__(self) -> None:
         check_option_rule(self.name, self.rule)

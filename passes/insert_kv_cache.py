@@ -11,7 +11,6 @@ layer. Row ``r`` of a sequence is written when ``r < num_rows`` and its position
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -32,15 +31,10 @@ STATE = {
 
 
 @dataclass(frozen=True)
-class InsertKVCache(Pass):
+class InsertKVCache(Pass, requires={"traced", "target_only"}, ensures={"kv_cache"}, exact=False):
     """Options: ``block_size``, tokens per page."""
 
     block_size: int = 16
-
-    name: ClassVar[str] = "insert_kv_cache"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced", "target_only"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
-    exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.block_size, int) or self.block_size < 1:

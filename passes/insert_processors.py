@@ -14,8 +14,7 @@ steps of requests that ask for nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,13 +47,8 @@ STATE: dict[str, Buffer] = {**OPTIONS, "prompt_length": Buffer(("B",)), "history
 """The state that this pass adds, by the names of the parameters that read it."""
 
 
-@dataclass(frozen=True)
-class InsertProcessors(Pass):
+class InsertProcessors(Pass, requires={"verify", "ungathered"}, ensures={"processors"}):
     """No options."""
-
-    name: ClassVar[str] = "insert_processors"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify", "ungathered"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"processors"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules stay as they are.

@@ -10,8 +10,7 @@ which buffers that form asks for and what its arguments are. A module's signatur
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -37,13 +36,8 @@ SPAN = torch.ops.specgraph.recurrent_span.default
 SETTLE = torch.ops.specgraph.settle_span.default
 
 
-@dataclass(frozen=True)
-class InsertRecurrentState(Pass):
+class InsertRecurrentState(Pass, requires={"traced", "target_only"}, exact=False):
     """No options."""
-
-    name: ClassVar[str] = "insert_recurrent_state"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced", "target_only"})
-    exact: ClassVar[bool] = False
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every module with recurrent layers; the step graph passes the state to ``target``.

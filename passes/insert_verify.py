@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,18 +25,13 @@ VERIFY = torch.ops.specgraph.verify.default
 
 
 @dataclass(frozen=True)
-class InsertVerify(Pass):
+class InsertVerify(Pass, requires={"kv_cache", "draft"}, ensures={"verify"}, invalidates={"draft"}):
     """Options: ``rule`` and the options of the rules, as :class:`~specgraph.kernels.verify.Verify` describes them."""
 
     rule: str = "strict"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     acceptance_rate: float = 0.7
-
-    name: ClassVar[str] = "insert_verify"
-    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "draft"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"verify"})
-    invalidates: ClassVar[frozenset[str]] = frozenset({"draft"})
 
     def __post_init__(self) -> None:
         check_option_rule(self.name, self.rule)

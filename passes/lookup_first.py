@@ -15,11 +15,9 @@ have them, so that verification divides by no distribution there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
-from specgraph.config.draft import LOOKUP_PASS
 from specgraph.drafters.lookup import HISTORY, LookupDrafter
 from specgraph.drafters.ngram import NGramDrafter
 from specgraph.drafters.step import POINT_MASS, DraftStep
@@ -33,17 +31,13 @@ LOOKUPS: dict[str, type[LookupDrafter]] = {cls.kind: cls for cls in (NGramDrafte
 
 
 @dataclass(frozen=True)
-class LookupFirst(Pass):
+class LookupFirst(Pass, requires={"draft"}, redrafts=True):
     """Options: ``first``, the kind of lookup, or None to leave the graph as it is; ``match``, the tokens at the end of
     a sequence that must have occurred before; ``rule``, the verification rule."""
 
     first: str | None = None
     match: int = 8
     rule: str = "strict"
-
-    name: ClassVar[str] = LOOKUP_PASS
-    requires: ClassVar[frozenset[str]] = frozenset({"draft"})
-    redrafts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_option_rule(self.name, self.rule)

@@ -16,7 +16,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import triton
@@ -86,7 +86,7 @@ class _Joined:
 
 
 @dataclass(frozen=True)
-class LowerKernels(LoweringPass):
+class LowerKernels(LoweringPass, requires={"kv_cache", "traced"}, invalidates={"traced", "own_weights"}):
     """Options: ``enabled``; ``numerics``, ``bitwise`` or ``fast``.
 
     Both values rewrite the same nodes into the same ops, except that only ``bitwise`` writes sums out as additions, and
@@ -94,10 +94,6 @@ class LowerKernels(LoweringPass):
     """
 
     numerics: str = "bitwise"
-
-    name: ClassVar[str] = "lower_kernels"
-    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "traced"})
-    invalidates: ClassVar[frozenset[str]] = frozenset({"traced", "own_weights"})
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:

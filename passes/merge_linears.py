@@ -16,8 +16,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,13 +30,8 @@ ELSEWHERE = "a weight is read elsewhere, too"
 """Why linear layers are not merged whose weights other nodes read."""
 
 
-@dataclass(frozen=True)
-class MergeLinears(LoweringPass):
+class MergeLinears(LoweringPass, requires={"traced"}, invalidates={"own_weights"}):
     """Options: ``enabled``."""
-
-    name: ClassVar[str] = "merge_linears"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    invalidates: ClassVar[frozenset[str]] = frozenset({"own_weights"})
 
     def apply(self, program: Program) -> PassResult:
         """Merge every group of every module."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -27,14 +27,10 @@ from specgraph.passes.insert_recurrent_state import has_recurrent_state
 
 
 @dataclass(frozen=True)
-class ParallelDraft(Pass):
+class ParallelDraft(Pass, requires={"draft"}, redrafts=True):
     """Options: ``enabled``; None means on if the drafter was trained for parallel drafting."""
 
     enabled: bool | None = None
-
-    name: ClassVar[str] = "parallel_draft"
-    requires: ClassVar[frozenset[str]] = frozenset({"draft"})
-    redrafts: ClassVar[bool] = True
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the chain of draft calls. Exactly one chain is expected."""

@@ -29,7 +29,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -60,17 +59,13 @@ _DTYPES = FLOAT8 | {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ShareWeights(Pass):
+class ShareWeights(Pass, requires={"own_weights"}):
     """No options.
 
     A draft tensor is a near miss when the closest target tensor of its shape (both of one dtype, or both floating
     point) has the same name, or differs in fewer than :data:`NEAR_MISS` of the elements. Another dtype is converted to
     the draft's before elements are counted. The :data:`LISTED` closest ones are reported.
     """
-
-    name: ClassVar[str] = "share_weights"
-    requires: ClassVar[frozenset[str]] = frozenset({"own_weights"})
 
     def apply(self, program: Program) -> PassResult:
         """Replace the attributes. Matches and notes count places, so a tied tensor counts once for each use.

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from torch import fx
 
@@ -25,14 +24,8 @@ from specgraph.kernels.step import WRITES
 from specgraph.passes.base import Pass, PassResult
 
 
-@dataclass(frozen=True)
-class IndexRows(Pass):
+class IndexRows(Pass, requires={"verify", "ungathered"}, ensures={"row_index"}, invalidates={"ungathered"}):
     """No options."""
-
-    name: ClassVar[str] = "index_rows"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify", "ungathered"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"row_index"})
-    invalidates: ClassVar[frozenset[str]] = frozenset({"ungathered"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules stay as they are.

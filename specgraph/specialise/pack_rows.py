@@ -20,7 +20,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -47,13 +47,8 @@ SEQUENCE_INPUTS = ("num_rows", "max_length")
 """The inputs of a module from which only the slots of its rows are computed."""
 
 
-@dataclass(frozen=True)
-class PackRows(Pass):
+class PackRows(Pass, requires={"verify", "row_index"}, invalidates={"grid"}):
     """No options."""
-
-    name: ClassVar[str] = "pack_rows"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index"})
-    invalidates: ClassVar[frozenset[str]] = frozenset({"grid"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; modules that run packed rows are added beside those that run a grid."""

@@ -9,8 +9,6 @@ begins. Log-probabilities that are ``raw`` stay those of the target's own logits
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -24,12 +22,8 @@ from specgraph.passes.base import Pass, PassResult
 from specgraph.passes.insert_processors import first_of, read_changed
 
 
-@dataclass(frozen=True)
-class PauseStep(Pass):
+class PauseStep(Pass, requires={"verify"}):
     """No options."""
-
-    name: ClassVar[str] = "pause_step"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
 
     def apply(self, program: Program) -> PassResult:
         """Add the node; the modules and the state stay as they are."""

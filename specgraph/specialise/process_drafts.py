@@ -17,7 +17,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -31,12 +30,8 @@ from specgraph.passes.insert_processors import parameters
 from specgraph.specialise.pause_step import processors_behind
 
 
-@dataclass(frozen=True)
-class ProcessDrafts(Pass):
+class ProcessDrafts(Pass, requires={"verify", "processors"}):
     """No options."""
-
-    name: ClassVar[str] = "process_drafts"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify", "processors"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules and the state stay as they are."""

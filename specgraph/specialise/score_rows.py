@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -30,14 +29,11 @@ PROCESSING = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
-class ScoreRows(Pass):
+class ScoreRows(Pass, requires={"verify", "row_index"}):
     """Options: ``logprobs``, ``raw`` or ``processed``; ``unused``, options of sampling to do without."""
 
     logprobs: str = "raw"
     unused: tuple[str, ...] = ()
-
-    name: ClassVar[str] = "score_rows"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index"})
 
     def __post_init__(self) -> None:
         if self.logprobs not in KINDS:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -37,17 +36,13 @@ ABOUT_DRAFTS = (step.keep_confidence_, step.keep_point_mass_)
 
 
 @dataclass(frozen=True)
-class SpecialiseStep(Pass):
+class SpecialiseStep(Pass, requires={"verify", "grid"}, invalidates={"processors"}):
     """Options: ``logprobs``, ``none``, ``raw`` or ``processed``; ``unused``, names of inputs to do without; ``drafts``,
     how many of the drafter's K are made and verified, None for all."""
 
     logprobs: str = "none"
     unused: tuple[str, ...] = ()
     drafts: int | None = None
-
-    name: ClassVar[str] = "specialise_step"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify", "grid"})
-    invalidates: ClassVar[frozenset[str]] = frozenset({"processors"})
 
     def __post_init__(self) -> None:
         if self.logprobs not in LOGPROBS:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -37,13 +37,10 @@ DRAWN = ("draft_ids", "num_drawn")
 
 
 @dataclass(frozen=True)
-class TraceStep(Pass):
+class TraceStep(Pass, requires={"verify", "row_index", "grid"}):
     """Options: ``unused``, options of sampling to do without; the temperature is never one of them."""
 
     unused: tuple[str, ...] = ()
-
-    name: ClassVar[str] = "trace_step"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index", "grid"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph, which returns one more tensor; modules and state stay as they are."""
