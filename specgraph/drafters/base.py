@@ -78,7 +78,6 @@ def chooses_drafts(options: DraftConfig, rule: str, device: torch.device) -> boo
     return wanted and rule in rules and device.type == "cpu"
 
 
-@dataclass(frozen=True, eq=False)
 class Drafter(BoundDrafter):
     """A drafter of the registry.
 

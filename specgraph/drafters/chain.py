@@ -19,7 +19,6 @@ biases no rule. A step on a CPU leaves the other calls out (:mod:`specgraph.spec
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 
 from torch import fx, nn
 
@@ -37,7 +36,6 @@ SETTLED_BY = "num_forced"
 """The input of a body with recurrent layers that says which rows are settled."""
 
 
-@dataclass(frozen=True, eq=False)
 class ChainDrafter(Drafter):
     """A drafter with the modules :data:`BODY` and :data:`HEAD` and, if it is shifted, :data:`FEATURES`."""
 

@@ -116,7 +116,6 @@ class DecoderHead(nn.Module):
         self.norm.get_parameter("weight").copy_(hidden.float().flatten(0, 1).square().mean(0).sqrt())
 
 
-@dataclass(frozen=True, eq=False)
 class DecoderHeadDrafter(HeadDrafter):
     """Runs a :class:`DecoderHead`."""
 

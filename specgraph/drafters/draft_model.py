@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ MOST = 16
 """K where the chain of drafts may end early, unless a number is given."""
 
 
-@dataclass(frozen=True, eq=False)
 class DraftModelDrafter(ChainDrafter):
     """Runs a traced causal LM, which drafts token by token, or all tokens in one call with mask tokens."""
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ MARKOV, CONFIDENCE = "draft_markov", "draft_confidence"
 which drafts of a block will be accepted."""
 
 
-@dataclass(frozen=True, eq=False)
 class DSparkDrafter(DFlashDrafter):
     """Runs a DSpark head: keeps the context, runs one block, and draws its drafts one after the other."""
 

@@ -12,7 +12,7 @@ Source: Li et al. 2024, EAGLE (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858);
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +76,6 @@ class Eagle(ShiftedHead):
         """Do nothing, because there is no last norm, and a new head passes on a hidden state of the right scale."""
 
 
-@dataclass(frozen=True, eq=False)
 class EagleDrafter(ShiftedDrafter):
     """Runs an EAGLE head as a chain."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ RANDOM_VOCAB = 32000
 vocabulary, it can draft all tokens."""
 
 
-@dataclass(frozen=True, eq=False)
 class Eagle3Drafter(ShiftedDrafter):
     """Runs an EAGLE-3 head, as a chain of calls or in parallel."""
 

@@ -38,7 +38,6 @@ class Record:
     target_architectures: Sequence[str] = ()
 
 
-@dataclass(frozen=True, eq=False)
 class HeadDrafter(Drafter):
     """A drafter that runs a head. The class attribute ``new_layers`` is the number of layers of a new one."""
 

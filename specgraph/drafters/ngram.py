@@ -5,7 +5,6 @@ Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self
 
 from torch import fx
@@ -16,7 +15,6 @@ from specgraph.drafters.step import DraftStep
 from specgraph.kernels import step as functions
 
 
-@dataclass(frozen=True, eq=False)
 class NGramDrafter(LookupDrafter):
     """Proposes what followed the last occurrence of the longest n-gram at the end of the sequence."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from specgraph.config.drafters import NoDraftConfig
@@ -10,7 +9,6 @@ from specgraph.drafters.base import Draft, Drafter, Target
 from specgraph.drafters.step import DraftStep
 
 
-@dataclass(frozen=True, eq=False)
 class NoDrafter(Drafter):
     """The drafter that proposes nothing."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -151,7 +150,6 @@ def export_shifted(head: ShiftedHead) -> dict[str, fx.GraphModule]:
     return export_parts(head, head.lm_head.weight, widths, parts)
 
 
-@dataclass(frozen=True, eq=False)
 class ShiftedDrafter(ChainDrafter, DecoderHeadDrafter):
     """Runs a :class:`ShiftedHead` as a chain, or in parallel if it has a ``mask_hidden``."""
 

@@ -11,7 +11,6 @@ Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self
 
 from torch import fx
@@ -22,7 +21,6 @@ from specgraph.drafters.step import DraftStep
 from specgraph.kernels import step as functions
 
 
-@dataclass(frozen=True, eq=False)
 class SuffixDrafter(LookupDrafter):
     """Proposes the most frequent continuation of the end of the sequence, with adaptive length."""
 
