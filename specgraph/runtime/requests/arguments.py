@@ -59,58 +59,44 @@ class Refusal(NamedTuple):
     why: str
 
 
-_BEAMS = "tokens are chosen greedily or by sampling"
-_WARPERS = "temperature, top_k, top_p and min_p are what shapes a distribution"
-_PROCESSORS = "the compiled step has no such processor"
-_GUIDANCE = "there is no classifier-free guidance"
-_DRAFTS = "drafts come from the draft that the model was compiled with"
-_TOKENS = "prompts are token ids alone"
-_STEP = "a step keeps none of them"
-_DECODER = "the target is a decoder"
 _UNSET = (None, False)
-REFUSED: Mapping[str, Refusal] = {
-    "num_beams": Refusal((None, 1), _BEAMS),
-    "diversity_penalty": Refusal((None, 0.0), _BEAMS),
-    "constraints": Refusal((None, []), _BEAMS),
-    "force_words_ids": Refusal((None, []), _BEAMS),
-    "penalty_alpha": Refusal((None, 0.0), _BEAMS),
-    "dola_layers": Refusal((None,), _BEAMS),
-    "typical_p": Refusal((None, 1.0), _WARPERS),
-    "epsilon_cutoff": Refusal((None, 0.0), _WARPERS),
-    "eta_cutoff": Refusal((None, 0.0), _WARPERS),
-    "top_h": Refusal((None,), _WARPERS),
-    "exponential_decay_length_penalty": Refusal((None,), _PROCESSORS),
-    "remove_invalid_values": Refusal(_UNSET, "logits that are NaN are an error"),
-    "watermarking_config": Refusal((None,), _PROCESSORS),
-    "token_healing": Refusal(_UNSET, "a prompt is continued as it is"),
-    "guidance_scale": Refusal((None, 1.0), _GUIDANCE),
-    "negative_prompt_ids": Refusal((None,), _GUIDANCE),
-    "negative_prompt_attention_mask": Refusal((None,), _GUIDANCE),
-    "encoder_repetition_penalty": Refusal((None, 1.0), _DECODER),
-    "encoder_no_repeat_ngram_size": Refusal((None, 0), _DECODER),
-    "encoder_outputs": Refusal((None,), _DECODER),
-    "decoder_input_ids": Refusal((None,), _DECODER),
-    "assistant_model": Refusal((None,), _DRAFTS),
-    "assistant_tokenizer": Refusal((None,), _DRAFTS),
-    "assistant_early_exit": Refusal((None,), _DRAFTS),
-    "prompt_lookup_num_tokens": Refusal((None, 0), _DRAFTS),
-    "use_mtp": Refusal(_UNSET, _DRAFTS),
-    "output_attentions": Refusal(_UNSET, _STEP),
-    "output_hidden_states": Refusal(_UNSET, _STEP),
-    "past_key_values": Refusal(
-        (None,), "a decoder keeps its own cache, which also finds beginnings that it has seen before"
+_REASONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "tokens are chosen greedily or by sampling": {
+        "num_beams": (None, 1), "diversity_penalty": (None, 0.0), "constraints": (None, []),
+        "force_words_ids": (None, []), "penalty_alpha": (None, 0.0), "dola_layers": (None,),
+    },
+    "temperature, top_k, top_p and min_p are what shapes a distribution": {
+        "typical_p": (None, 1.0), "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0), "top_h": (None,),
+    },
+    "the compiled step has no such processor": {
+        "exponential_decay_length_penalty": (None,), "watermarking_config": (None,),
+    },
+    "logits that are NaN are an error": {"remove_invalid_values": _UNSET},
+    "a prompt is continued as it is": {"token_healing": _UNSET},
+    "there is no classifier-free guidance": {
+        "guidance_scale": (None, 1.0), "negative_prompt_ids": (None,), "negative_prompt_attention_mask": (None,),
+    },
+    "the target is a decoder": {
+        "encoder_repetition_penalty": (None, 1.0), "encoder_no_repeat_ngram_size": (None, 0),
+        "encoder_outputs": (None,), "decoder_input_ids": (None,),
+    },
+    "drafts come from the draft that the model was compiled with": {
+        "assistant_model": (None,), "assistant_tokenizer": (None,), "assistant_early_exit": (None,),
+        "prompt_lookup_num_tokens": (None, 0), "use_mtp": _UNSET,
+    },
+    "a step keeps none of them": {"output_attentions": _UNSET, "output_hidden_states": _UNSET},
+    "a decoder keeps its own cache, which also finds beginnings that it has seen before": {"past_key_values": (None,)},
+    "a decoder keeps its own cache": {"cache_position": (None,)},
+    "tokens are at consecutive positions": {"position_ids": (None,)},
+    "prompts are token ids alone": dict.fromkeys(
+        ("inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw"),
+        (None,),
     ),
-    "cache_position": Refusal((None,), "a decoder keeps its own cache"),
-    "position_ids": Refusal((None,), "tokens are at consecutive positions"),
-    "inputs_embeds": Refusal((None,), _TOKENS),
-    "pixel_values": Refusal((None,), _TOKENS),
-    "pixel_values_videos": Refusal((None,), _TOKENS),
-    "input_features": Refusal((None,), _TOKENS),
-    "image_grid_thw": Refusal((None,), _TOKENS),
-    "video_grid_thw": Refusal((None,), _TOKENS),
-    "synced_gpus": Refusal(_UNSET, "a decoder runs on one device"),
-    "custom_generate": Refusal((None,), "the decoder is what decodes"),
-}
+    "a decoder runs on one device": {"synced_gpus": _UNSET},
+    "the decoder is what decodes": {"custom_generate": (None,)},
+}  # fmt: skip
+"""Why arguments are not honoured, and the values of each that ask for nothing."""
+REFUSED = {name: Refusal(off, why) for why, names in _REASONS.items() for name, off in names.items()}
 """What is not honoured."""
 
 
