@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -29,6 +29,24 @@ _ADVICE = (
 )
 
 
+class _State(NamedTuple):
+    """What compiled models are made of.
+
+    Attributes:
+        pointers: where the tensors are in memory; nothing if one of them is gone.
+        children: the modules inside of each module, by name.
+        forwards: the forward methods that single modules have, instead of that of their class.
+        types: the class of every module.
+        hooks: the forward hooks of every module, and those that run before.
+    """
+
+    pointers: list[int]
+    children: list[Any]
+    forwards: list[Any]
+    types: list[type[nn.Module]]
+    hooks: list[Any]
+
+
 class ModelGuard:
     """What compiled models consisted of: their modules, and the tensors that were traced."""
 
@@ -38,20 +56,12 @@ class ModelGuard:
         ``traced`` is the first program, which reads the tensors of the models themselves, and ``last`` the one that
         runs.
         """
-        named = [
-            (_join(role, name), module) for role, model in models.items() for name, module in model.named_modules()
-        ]
+        named = [(_join(role, name), own) for role, model in models.items() for name, own in model.named_modules()]
         self._names, self._modules = [name for name, _ in named], [module for _, module in named]
-        self._types = [*map(type, self._modules)]
         self._attributes = [module.__dict__ for module in self._modules]
-        self._forwards = self._forwards_now()
-        self._hooks = [
-            hooks for module in self._modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        ]
-        self._hooks_before = [*map(dict, self._hooks)]
+        self._hooks = [hooks for own in self._modules for hooks in (own._forward_hooks, own._forward_pre_hooks)]
         parents = [(name, module._modules) for name, module in named if module._modules]
         self._parents, self._children = [name for name, _ in parents], [children for _, children in parents]
-        self._children_before = [dict(children) for children in self._children]
         read = _read(traced)
         held = [(_join(name, key), tensors, key) for name, module in named
                 for tensors in (module._parameters, module._buffers)
@@ -62,9 +72,9 @@ class ModelGuard:
         self._ids = [*map(id, self._tensors())]
         self._looks = _describe_layout if last.compiled else _describe
         self._described = [*map(self._looks, self._tensors())]
-        self._pointers = self._pointers_now()
         # A CUDA graph reads memory. Without one, a step reads tensors, and so the memory that they have got since.
         self._followed = frozenset[int]() if last.captured else _read(last)
+        self._before = self._now(copied=True)
 
     def check(self) -> None:
         """Look whether everything is in its place.
@@ -72,42 +82,34 @@ class ModelGuard:
         Raises:
             InputError: names what was changed, and says to compile again.
         """
-        pointers = self._pointers_now()
-        if (
-            pointers != self._pointers
-            or self._children != self._children_before
-            or self._forwards_now() != self._forwards
-            or [*map(type, self._modules)] != self._types
-            or self._hooks != self._hooks_before
-        ):
+        if self._now() != self._before:
             changes = (self._changed_modules(), self._changed_hooks(), self._changed_tensors())
             change = next(itertools.chain(*changes), None)
             if change is not None:
                 raise InputError(f"{change} {_ADVICE}")
-            self._pointers, self._hooks_before = pointers, [*map(dict, self._hooks)]
+            self._before = self._now(copied=True)
 
     def _tensors(self) -> Iterator[Any]:
         return map(dict.get, self._places, self._keys)
 
-    def _pointers_now(self) -> list[int]:
-        """Where the tensors are in memory; nothing if one of them is gone."""
+    def _now(self, *, copied: bool = False) -> _State:
+        """What is compared at every call, with the dictionaries that modules have, or with copies of these."""
         try:
-            return [*map(Tensor.data_ptr, self._tensors())]
+            pointers = [*map(Tensor.data_ptr, self._tensors())]
         except TypeError:
-            return []
-
-    def _forwards_now(self) -> list[Any]:
-        """The forward methods that single modules have, instead of that of their class."""
-        return [*map(dict.get, self._attributes, itertools.repeat(_FORWARD))]
+            pointers = []
+        forwards = [*map(dict.get, self._attributes, itertools.repeat(_FORWARD))]
+        children, hooks = ([*map(dict, each)] if copied else each for each in (self._children, self._hooks))
+        return _State(pointers, children, forwards, [*map(type, self._modules)], hooks)
 
     def _changed_modules(self) -> Iterator[str]:
         """The beginning of a sentence for every module that is another one now."""
-        for parent, children, before in zip(self._parents, self._children, self._children_before, strict=True):
+        for parent, children, before in zip(self._parents, self._children, self._before.children, strict=True):
             for key in {**before, **children}:
                 name, was, now = _join(parent, key), before.get(key), children.get(key)
                 if was is not now:
                     yield f"{name} was " + ("removed" if now is None else f"replaced by a {type(now).__name__}")
-        modules = zip(self._names, self._modules, self._types, self._forwards, strict=True)
+        modules = zip(self._names, self._modules, self._before.types, self._before.forwards, strict=True)
         for name, module, kind, forward in modules:
             shown = name or kind.__name__
             if type(module) is not kind:
@@ -117,16 +119,16 @@ class ModelGuard:
 
     def _changed_hooks(self) -> Iterator[str]:
         """The beginning of a sentence for every module with other forward hooks, those of transformers left aside."""
-        pairs = zip(self._hooks, self._hooks_before, strict=True)
+        pairs = zip(self._hooks, self._before.hooks, strict=True)
         for place, (hooks, before) in enumerate(pairs):
-            name = self._names[place // 2] or self._types[place // 2].__name__
+            name = self._names[place // 2] or self._before.types[place // 2].__name__
             now, was = (_of_others(each) for each in (hooks, before))
             if now != was:
                 yield f"{name} " + ("lost a forward hook" if len(now) < len(was) else "got another forward hook")
 
     def _changed_tensors(self) -> Iterator[str]:
         """The beginning of a sentence for every tensor that the decoder does not follow."""
-        held = zip(self._tensor_names, self._tensors(), self._described, self._pointers, self._ids, strict=True)
+        held = zip(self._tensor_names, self._tensors(), self._described, self._before.pointers, self._ids, strict=True)
         for name, tensor, before, pointer, own in held:
             if tensor is None:
                 yield f"{name} was removed"

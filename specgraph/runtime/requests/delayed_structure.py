@@ -4,8 +4,8 @@ The boundary is a token, or a text that is looked for in the bytes of the new to
 tokens, and its first occurrence counts. A token may hold the end of the boundary and more bytes behind it. These bytes
 belong to the structure: where the structure cannot begin with them, the token is not allowed, and the model has to
 write the boundary in other tokens. No EOS is allowed in front of the boundary, so what ends with an EOS has the
-structure. Text is searched as Knuth, Morris and Pratt do (1977): the state is the length of the longest beginning of
-the boundary with which the text ends.
+structure. What has been seen of the text is kept as the length of the longest beginning of the boundary with which it
+ends.
 """
 
 from __future__ import annotations
@@ -52,46 +52,27 @@ class TextBoundary:
 
     def step(self, state: int, token: int) -> tuple[int, list[int] | None]:
         """The state behind a token; and tokens of the bytes behind the boundary, if it ends in this one, else None."""
-        new = self.vocabulary[token]
-        for place, byte in enumerate(new):
-            while state and self.text[state] != byte:
-                state = self._borders[state - 1]
-            state += self.text[state] == byte
-            if state == len(self.text):
-                rest = new[place + 1 :]
-                return 0, [*self.tokenizer.tokenize_bytes(rest)] if rest else []
-        return state, None
+        seen = self.text[:state] + self.vocabulary[token]
+        place = seen.find(self.text)
+        if place < 0:
+            return next(n for n in reversed(range(len(self.text))) if seen.endswith(self.text[:n])), None
+        rest = seen[place + len(self.text) :]
+        return 0, [*self.tokenizer.tokenize_bytes(rest)] if rest else []
 
     def ending_early(self, state: int) -> dict[int, list[int]]:
         """Tokens in which the boundary ends before the token does, and tokens of the bytes behind the boundary."""
         if state not in self._early:
-            found, seen = [self._longer[0]], state
-            while seen:
-                found.append(self._longer[seen])
-                seen = self._borders[seen - 1]
-            ends = {token: self.step(state, token)[1] for tokens in found for token in tokens}
+            known = self.text[:state]
+            lefts = tuple(self.text[n:] for n in range(1, state + 1) if known.endswith(self.text[:n]))
+            found = (n for n, own in self._going_on if self.text in own or own.startswith(lefts))
+            ends = {token: self.step(state, token)[1] for token in found}
             self._early[state] = {token: rest for token, rest in ends.items() if rest}
         return self._early[state]
 
     @cached_property
-    def _borders(self) -> list[int]:
-        """For each beginning of the text, the length of its longest proper beginning that is also its end."""
-        borders = [0]
-        for byte in self.text[1:]:
-            known = borders[-1]
-            while known and self.text[known] != byte:
-                known = borders[known - 1]
-            borders.append(known + (self.text[known] == byte))
-        return borders
-
-    @cached_property
-    def _longer(self) -> list[list[int]]:
-        """For each state, the tokens that begin with the rest of the text and go on; for 0, those that hold it all."""
-        # Whatever it is that a token holds or begins with, the last byte of the text comes before its own last byte.
-        numbered = [(n, own) for n, own in enumerate(self.vocabulary) if self.text[-1] in own[:-1]]
-        ends = [self.text[state:] for state in range(len(self.text))]
-        longer = [[n for n, own in numbered if len(own) > len(end) and own.startswith(end)] for end in ends]
-        return [[n for n, own in numbered if len(own) > len(self.text) and self.text in own], *longer[1:]]
+    def _going_on(self) -> list[tuple[int, bytes]]:
+        """The tokens that could go on behind the boundary: its last byte comes before their own last byte."""
+        return [(n, own) for n, own in enumerate(self.vocabulary) if self.text[-1] in own[:-1]]
 
 
 class Later:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
+
+import numpy as np
 
 TRIES = 2
 """How many steps it takes to know a cost: the first one may have compiled code."""
@@ -58,10 +59,4 @@ class StepCosts:
             return None
         numbers = sorted(known)
         seconds = [*itertools.accumulate(map(known.__getitem__, numbers), max)]  # more rows never cost less
-        at = bisect.bisect_right(numbers, rows)
-        if at == len(numbers):
-            return seconds[-1]
-        if at == 0:
-            return seconds[0] * rows / numbers[0]
-        share = (rows - numbers[at - 1]) / (numbers[at] - numbers[at - 1])
-        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+        return float(np.interp(rows, [0, *numbers], [0.0, *seconds]))
