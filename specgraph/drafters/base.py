@@ -81,9 +81,10 @@ def chooses_drafts(options: DraftConfig, rule: str, device: torch.device) -> boo
 class Drafter(BoundDrafter):
     """A drafter of the registry.
 
-    Class attributes: ``kind`` is its name in the configuration, ``Config`` its configuration class, ``reads`` what
-    checkpoints it reads, in words, ``needs`` what ``draft=`` must give it (None: nothing), ``fallback`` whether it
-    recognises what no other drafter does, ``head`` the class of the modules that a :class:`DraftHead` holds for it.
+    Class attributes: ``Config`` is its configuration class, ``kind`` its name in the configuration, by default that of
+    ``Config``, ``reads`` what checkpoints it reads, in words, ``needs`` what ``draft=`` must give it (None: nothing),
+    ``fallback`` whether it recognises what no other drafter does, ``head`` the class of the modules that a
+    :class:`DraftHead` holds for it.
     """
 
     kind: ClassVar[str]
@@ -92,6 +93,10 @@ class Drafter(BoundDrafter):
     needs: ClassVar[str | None] = None
     fallback: ClassVar[bool] = False
     head: ClassVar[type[nn.Module] | None] = None
+
+    def __init_subclass__(cls) -> None:
+        if "Config" in vars(cls) and "kind" not in vars(cls):
+            cls.kind = cls.Config.kind
 
     @classmethod
     def called(cls, parallel: bool) -> str:

@@ -71,7 +71,6 @@ class DFlashDrafter(DecoderHeadDrafter):
     mask_token_id: int = 0
     num_masks: int = 0
 
-    kind = "dflash"
     Config = DFlashDraftConfig
     reads = "DFlash heads (z-lab and speculators layouts)"
     head: ClassVar[type[DFlash]] = DFlash

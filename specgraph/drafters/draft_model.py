@@ -36,7 +36,6 @@ MOST = 16
 class DraftModelDrafter(ChainDrafter):
     """Runs a traced causal LM, which drafts token by token, or all tokens in one call with mask tokens."""
 
-    kind = "draft_model"
     Config = DraftModelConfig
     reads = "PARD and plain causal LMs"
     needs = "model"

@@ -43,7 +43,6 @@ which drafts of a block will be accepted."""
 class DSparkDrafter(DFlashDrafter):
     """Runs a DSpark head: keeps the context, runs one block, and draws its drafts one after the other."""
 
-    kind = "dspark"
     Config = DSparkDraftConfig
     reads = "DSpark heads (DeepSpec and speculators layouts)"
     head = DSpark

@@ -79,7 +79,6 @@ class Eagle(ShiftedHead):
 class EagleDrafter(ShiftedDrafter):
     """Runs an EAGLE head as a chain."""
 
-    kind = "eagle"
     Config = EagleDraftConfig
     reads = "EAGLE-1 and EAGLE-2 heads"
     head = Eagle

@@ -48,7 +48,6 @@ vocabulary, it can draft all tokens."""
 class Eagle3Drafter(ShiftedDrafter):
     """Runs an EAGLE-3 head, as a chain of calls or in parallel."""
 
-    kind = "eagle3"
     Config = Eagle3DraftConfig
     reads = "EAGLE-3 and P-EAGLE heads (EAGLE, SpecForge, NVIDIA and speculators layouts)"
     head = Eagle3

@@ -122,7 +122,6 @@ class MedusaDrafter(HeadDrafter):
     vocab_size: int = 0
     dtype: torch.dtype = torch.float32
 
-    kind = "medusa"
     Config = MedusaDraftConfig
     reads = "Medusa heads"
     head = Medusa

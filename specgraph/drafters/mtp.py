@@ -59,7 +59,6 @@ class MtpDrafter(HeadDrafter):
     options: MtpOptions = field(default_factory=MtpOptions)
     beyond: str = "continue"
 
-    kind = "mtp"
     Config = MtpDraftConfig
     reads = "MTP modules"
     needs = None

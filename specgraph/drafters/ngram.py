@@ -18,7 +18,6 @@ from specgraph.kernels import step as functions
 class NGramDrafter(LookupDrafter):
     """Proposes what followed the last occurrence of the longest n-gram at the end of the sequence."""
 
-    kind = "ngram"
     Config = NGramConfig
 
     @classmethod

@@ -12,7 +12,6 @@ from specgraph.drafters.step import DraftStep
 class NoDrafter(Drafter):
     """The drafter that proposes nothing."""
 
-    kind = "none"
     Config = NoDraftConfig
 
     @classmethod

@@ -24,7 +24,6 @@ from specgraph.kernels import step as functions
 class SuffixDrafter(LookupDrafter):
     """Proposes the most frequent continuation of the end of the sequence, with adaptive length."""
 
-    kind = "suffix"
     Config = SuffixConfig
 
     @classmethod
