@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specgraph.compiler.build_passes import build_passes
-from specgraph.compiler.numerics import NumericsCallback, check_drafts
+from specgraph.compiler.numerics import check_drafts, compare_stages
 from specgraph.compiler.selfcheck import check_draft, self_check
 from specgraph.compiler.text_models import text_model
 from specgraph.config import Config, ConfigLike, check_no_keys, choose_lowering, load_config, settle_lowering
@@ -122,7 +122,7 @@ def compile_speculative(
         indexed, index_reports = run_passes(list(stages.values())[-1], [IndexRows()], callbacks)
         stages[IndexRows.name] = indexed[IndexRows.name]
     # Variants of the step leave options out that the example of the comparison has, and progress is at its end.
-    watching = [callback for callback in callbacks[1:] if not isinstance(callback, NumericsCallback)]
+    watching = [callback for callback in callbacks[1:] if callback is not compare_stages]
     guard = ModelGuard(_given(given, draft), stages["trace"], indexed[IndexRows.name])
     decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, given, limits, guard, notes, watching)
     if config.debug.dump_dir is not None:
@@ -227,5 +227,5 @@ def _callbacks(config: Config, progress: Progress) -> list[Callback]:
     if config.pipeline.verify:
         callbacks.append(lambda pass_, before, after, report: verify_program(after))
     if config.check_numerics:
-        callbacks.append(NumericsCallback())
+        callbacks.append(compare_stages)
     return callbacks

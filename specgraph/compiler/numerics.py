@@ -18,19 +18,19 @@ ROUNDING = 64
 """The largest error of a pass that is not exact, in units in the last place of the norm of the output."""
 
 
-class NumericsCallback:
-    """Compares the outputs of the program before and after every pass, as far as both have them.
+def compare_stages(pass_: Pass, before: Program, after: Program, report: StageReport) -> None:
+    """Compare the outputs of the program before and after a pass, as far as both have them.
 
     After a pass that is exact, outputs must be equal bit for bit. After others, their difference must be explained by
     rounding, measured by the norm of the output.
-    """
 
-    def __call__(self, pass_: Pass, before: Program, after: Program, report: StageReport) -> None:
-        """Raise ``NumericsError`` if outputs differ, with the pass, the output and the difference."""
-        expected, actual = observe(before), observe(after)
-        for name, value in expected.items():
-            if name in actual and not (pass_.redrafts and name.startswith("drafts")):
-                compare(pass_, name, value, actual[name])
+    Raises:
+        NumericsError: outputs differ; names the pass, the output and the difference.
+    """
+    expected, actual = observe(before), observe(after)
+    for name, value in expected.items():
+        if name in actual and not (pass_.redrafts and name.startswith("drafts")):
+            compare(pass_, name, value, actual[name])
 
 
 def check_drafts(program: Program) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from specgraph.compiler.numerics import NumericsCallback
+from specgraph.compiler.numerics import compare_stages
 from specgraph.config import load_config
 from specgraph.config.drafters import NGramConfig
 from specgraph.drafters.draft_model import draft_model
@@ -436,7 +436,7 @@ def test_dead_code_elimination_keeps_cache_writes_of_a_module():
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
 def test_stages_agree_on_numbers(drafter: str):
     passes = [ExposeFeatures((0, 2)), *every_pass("block")[1:]]
-    run_passes(first(drafter), passes, [NumericsCallback()])
+    run_passes(first(drafter), passes, [compare_stages])
 
 
 def test_a_pass_that_changes_numbers_is_named():
@@ -454,4 +454,4 @@ def test_a_pass_that_changes_numbers_is_named():
             return PassResult(1, expected=1)
 
     with pytest.raises(NumericsError, match=r"^nudge changed emitted 0 of step 1: 1 of 8 elements differ\.$"):
-        run_passes(first("ngram"), [*every_pass()[:4], Nudge()], [NumericsCallback()])
+        run_passes(first("ngram"), [*every_pass()[:4], Nudge()], [compare_stages])
