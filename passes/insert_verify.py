@@ -124,9 +124,6 @@ class InsertVerify(Pass, requires={"kv_cache", "draft"}, ensures={"verify"}, inv
         """Write the state back and return what the host reads."""
         window = Buffer(("B", program.drafter.num_speculative_tokens + 1))
         program.set_output(emitted, num_emitted, program.one("logprobs"), program.one("bad"))
-        with program.graph.inserting_before(program.graph.output_node()):
-            program.call(
-                step.advance_, program.placeholder("next_window", window), program.input("start"),
-                program.input("num_rows"), program.input("num_forced"), emitted, num_emitted, drafts,
-                program.input("max_length"), program.input("eos_ids"), name="advance",
-            )  # fmt: skip
+        start, *rows, limit, ends = map(program.input, ("start", "num_rows", "num_forced", "max_length", "eos_ids"))
+        given = program.placeholder("next_window", window), start, *rows, emitted, num_emitted, drafts, limit, ends
+        insert(program.graph.output_node(), step.advance_, given, name="advance")

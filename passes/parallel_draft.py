@@ -23,6 +23,7 @@ from specgraph.ir.graphs import calls, constant, set_argument
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.common.patterns import items
 from specgraph.passes.insert_recurrent_state import has_recurrent_state
 
 
@@ -81,8 +82,7 @@ class ParallelDraft(Pass, requires={"draft"}, redrafts=True):
                 mask_token_id=mask.token_id, count=count, name="expanded",
             )  # fmt: skip
             names = ("tokens", "num_rows", "hidden") if "hidden" in inputs else ("tokens", "num_rows")
-            for index, name in enumerate(names):
-                inputs[name] = program.call(operator.getitem, rows, index, name=f"expanded_{name}")
+            inputs |= zip(names, items(first, rows, [f"expanded_{name}" for name in names]), strict=True)
             before = inputs["positions"]
             inputs["positions"] = program.call(
                 step.row_positions, program.input("start"), inputs["tokens"], name="expanded_positions"

@@ -180,9 +180,10 @@ def insert_weight(before: fx.Node, read: fx.Node) -> fx.Node:
         return keep_meta(before.graph.get_attr(str(read.target)), read)
 
 
-def items(before: fx.Node, several: fx.Node, count: int) -> list[fx.Node]:
-    """The first ``count`` results of the node ``several``, in front of the node ``before``."""
-    return [insert(before, operator.getitem, (several, index)) for index in range(count)]
+def items(before: fx.Node, several: fx.Node, names: int | Sequence[str]) -> list[fx.Node]:
+    """The first results of the node ``several``, in front of the node ``before``: so many, or one for each name."""
+    named = [None] * names if isinstance(names, int) else names
+    return [insert(before, operator.getitem, (several, index), name=name) for index, name in enumerate(named)]
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:

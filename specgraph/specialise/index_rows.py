@@ -9,7 +9,6 @@ The pass runs behind all others, so that they can speak of a buffer as the input
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from specgraph.kernels import step
 from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer, Input, buffers_of, map_input
 from specgraph.kernels.step import WRITES
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.common.patterns import insert, items
 
 
 class IndexRows(Pass, requires={"verify", "ungathered"}, ensures={"row_index"}, invalidates={"ungathered"}):
@@ -41,8 +41,8 @@ class IndexRows(Pass, requires={"verify", "ungathered"}, ensures={"row_index"}, 
         written = [node for node in small if any(node in written_by(user, WRITES) for user in node.users)]
         own = _gather(program, rows, {node: buffer for node, buffer in small.items() if node.users})
         if written:
-            with program.graph.inserting_before(program.graph.output_node()):
-                program.call(step.scatter_state_, rows, written, [own[node] for node in written], name="scatter_state_")
+            scattered = rows, written, [own[node] for node in written]
+            insert(program.graph.output_node(), step.scatter_state_, scattered, name="scatter_state_")
         program.inputs.update({name: _of_call(spec) for name, spec in program.inputs.items()})
         note = f"the rows of {len(own)} small buffers are read by index, those of {len(written)} are written back"
         return PassResult(len(own), notes=(note,))
@@ -111,15 +111,12 @@ def _check_small(program: Program, small: Container[fx.Node]) -> None:
 
 def _gather(program: Program, rows: fx.Node, buffers: dict[fx.Node, Buffer]) -> dict[fx.Node, fx.Node]:
     """Put the rows of a call in the place of every buffer."""
-    graph, own = program.graph, {}
-    with graph.inserting_after([*program.placeholders()][-1]):
-        fills = [buffer.fill for buffer in buffers.values()]
-        gather = program.call(step.gather_state, rows, list(buffers), fills, name="gathered")
-    for index, node in enumerate(reversed(buffers)):
-        with graph.inserting_after(gather):
-            place = len(buffers) - 1 - index
-            own[node] = program.call(operator.getitem, gather, place, name=f"gathered_{node.name}")
-        node.replace_all_uses_with(own[node], lambda user: user is not gather)
+    place = [*program.placeholders()][-1].next
+    fills = [buffer.fill for buffer in buffers.values()]
+    gather = insert(place, step.gather_state, (rows, list(buffers), fills), name="gathered")
+    own = dict(zip(buffers, items(place, gather, [f"gathered_{node.name}" for node in buffers]), strict=True))
+    for node, gathered_node in own.items():
+        node.replace_all_uses_with(gathered_node, lambda user: user is not gather)
     return own
 
 

@@ -33,7 +33,7 @@ from specgraph.kernels import step
 from specgraph.kernels.ops import find
 from specgraph.kernels.state import per_call
 from specgraph.passes.base import NearMiss, Pass, PassResult
-from specgraph.passes.common.patterns import Mismatch
+from specgraph.passes.common.patterns import Mismatch, insert, items
 from specgraph.specialise.index_rows import gathered
 
 SUFFIX = "_packed"
@@ -186,12 +186,9 @@ class _Packer:
         return num_rows if extra else window_rows
 
     def _places(self, counts: fx.Node, grid: fx.Node, extra: int, call: fx.Node) -> _Packing:
-        with self.program.graph.inserting_before(call):
-            options: dict[str, Any] = {"extra": extra} if extra else {}
-            places = self.program.call(step.packed_places, counts, self.capacity, grid, name="places", **options)
-            starts = self.program.call(operator.getitem, places, 0, name="cu_seqlens")
-            source = self.program.call(operator.getitem, places, 1, name="source")
-        return _Packing(grid, starts, source)
+        options = {"extra": extra} if extra else None
+        places = insert(call, step.packed_places, (counts, self.capacity, grid), options, "places")
+        return _Packing(grid, *items(call, places, ("cu_seqlens", "source")))
 
     def _pack(self, grid: fx.Node, packing: _Packing, fill: int = 0) -> fx.Node:
         """The packed rows of a grid."""
@@ -215,15 +212,14 @@ class _Packer:
     def _replace(self, call: fx.Node, new: fx.Node, packing: _Packing) -> None:
         """Let results of the new call stand in the place of the old one's, unpacked where they are grids."""
         new.meta = {key: value for key, value in call.meta.items() if key not in (LAYOUT, "pass_name")}
-        items = list(call.users) if isinstance(call.meta[LAYOUT], tuple | list) else []
-        for old in items:
-            with self.program.graph.inserting_before(old):
-                item = self.program.call(operator.getitem, new, old.args[1], name=f"packed_{old.name}")
+        parts = list(call.users) if isinstance(call.meta[LAYOUT], tuple | list) else []
+        for old in parts:
+            item = insert(old, operator.getitem, (new, old.args[1]), name=f"packed_{old.name}")
             unpacked = self._unpacked(old, item, packing)
             if "role" in old.meta:
                 unpacked.meta["role"] = old.meta["role"]
             self._exchange(old, unpacked)
-        if not items:
+        if not parts:
             call.replace_all_uses_with(self._unpacked(call, new, packing))
         self._exchange(call, new)
 
@@ -238,8 +234,7 @@ class _Packer:
         """A grid for the packed rows ``value`` if a result was a grid before, and else ``value`` as it is."""
         if extra_columns(old) is None:
             return value
-        with self.program.graph.inserting_after(value):
-            unpacked = self.program.graph.call_function(step.unpack_rows, (value, packing.cu_seqlens, packing.grid))
+        unpacked = insert(value.next, step.unpack_rows, (value, packing.cu_seqlens, packing.grid))
         unpacked.meta[LAYOUT] = old.meta[LAYOUT]
         self.packed[unpacked, packing] = value
         self.homes[unpacked] = packing

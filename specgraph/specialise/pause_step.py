@@ -19,6 +19,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.processors import PROCESSORS
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.common.patterns import insert
 from specgraph.passes.insert_processors import first_of, read_changed
 
 
@@ -29,8 +30,7 @@ class PauseStep(Pass, requires={"verify"}):
         """Add the node; the modules and the state stay as they are."""
         logits = last_processor(program.one("logits"))
         readers = [*logits.users]
-        with program.graph.inserting_before(first_of(readers)):
-            changed = program.call(step.for_host, logits, name="for_host")
+        changed = insert(first_of(readers), step.for_host, (logits,), name="for_host")
         for reader in readers:
             read_changed(reader, logits, changed)
         return PassResult(1, expected=1)

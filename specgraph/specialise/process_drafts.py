@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -26,6 +25,7 @@ from specgraph.ir.graphs import arguments, calls, set_argument, written_by
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.common.patterns import insert
 from specgraph.passes.insert_processors import parameters
 from specgraph.specialise.pause_step import processors_behind
 
@@ -42,9 +42,9 @@ class ProcessDrafts(Pass, requires={"verify", "processors"}):
             return PassResult(0, notes=(why,))
         singles = _one_by_one(program, draws)
         self._record_before(program, singles[0])
-        context = _Context.of(program, processors, singles[0])
+        shared = _shared(program, singles[0])
         for number, draw in enumerate(singles):
-            context.process(draw, singles[:number])
+            _process(draw, singles[:number], processors, shared)
         return PassResult(len(singles), notes=(f"{len(processors)} processors before each of {len(singles)} draws",))
 
     def _record_before(self, program: Program, draw: fx.Node) -> None:
@@ -78,70 +78,52 @@ def _one_by_one(program: Program, draws: list[fx.Node]) -> list[fx.Node]:
     if len(draws) > 1:
         raise PassError(f"process_drafts: {len(draws)} nodes draw {count} drafts; draw one at a time, or all at once.")
     (every,) = draws
-    with program.graph.inserting_before(every):
-        singles = [_single(program, every, number) for number in range(count)]
-        joined = program.call(torch.cat, singles, 1, name=f"{every.name}_joined")
-    every.replace_all_uses_with(joined)
+    singles = [_single(every, number) for number in range(count)]
+    every.replace_all_uses_with(insert(every, torch.cat, (singles, 1), name=f"{every.name}_joined"))
     program.graph.erase_node(every)
     return singles
 
 
-def _single(program: Program, every: fx.Node, number: int) -> fx.Node:
-    """A node that draws one of the drafts that ``every`` draws."""
+def _single(every: fx.Node, number: int) -> fx.Node:
+    """A node in front of ``every`` that draws one of the drafts that it draws."""
     own = (slice(None), slice(number, number + 1))
-    logits = program.call(operator.getitem, arguments(every)["logits"], own, name=f"draft_logits_{number}")
-    draw = program.graph.node_copy(every, lambda node: node)
+    logits = insert(every, operator.getitem, (arguments(every)["logits"], own), name=f"draft_logits_{number}")
+    with every.graph.inserting_before(every):
+        draw = every.graph.node_copy(every, lambda node: node)
     set_argument(draw, "logits", logits)
     draw.update_kwarg("row", number)
     draw.name = f"token_{number + 1}"
     return draw
 
 
-@dataclass(frozen=True)
-class _Context:
-    """What processors read before a draft, as nodes.
+def _shared(program: Program, first: fx.Node) -> dict[str, fx.Node]:
+    """What processors read before every draft, by the names of their parameters, in front of the ``first`` draw.
 
-    Attributes:
-        program: what they are part of.
-        processors: those between the target's logits and verification.
-        shared: arguments that are the same for all drafts, by the names of the processors' parameters.
-        last: the last accepted token ``[B, 1]``.
+    ``window`` is the last accepted token ``[B, 1]``.
     """
+    (advance,) = calls(program.graph, step.advance_)
+    given, count = arguments(advance), program.drafter.num_speculative_tokens
+    accepted = program.input("window"), given["emitted"], given["num_emitted"]
+    last = insert(first, step.last_accepted, accepted, name="last_accepted")
+    begin = insert(first, step.last_position, (given["start"], given["num_emitted"]), name="last_position")
+    # All tokens of the window of a draft are known: no number of them is less than that of the drafts.
+    known = insert(first, torch.full_like, (begin, count), name="known_drafts")
+    return {"window": last, "start": begin, "num_forced": known}
 
-    program: Program
-    processors: list[fx.Node]
-    shared: Mapping[str, fx.Node]
-    last: fx.Node
 
-    @classmethod
-    def of(cls, program: Program, processors: list[fx.Node], first: fx.Node) -> _Context:
-        """Insert what all drafts share in front of the ``first`` draw."""
-        (advance,) = calls(program.graph, step.advance_)
-        given = arguments(advance)
-        start, emitted, num_emitted = given["start"], given["emitted"], given["num_emitted"]
-        with program.graph.inserting_before(first):
-            window, count = program.input("window"), program.drafter.num_speculative_tokens
-            last = program.call(step.last_accepted, window, emitted, num_emitted, name="last_accepted")
-            begin = program.call(step.last_position, start, num_emitted, name="last_position")
-            # All tokens of the window of a draft are known: no number of them is less than that of the drafts.
-            known = program.call(torch.full_like, begin, count, name="known_drafts")
-        return cls(program, processors, {"start": begin, "num_forced": known}, last)
-
-    def process(self, draw: fx.Node, before: list[fx.Node]) -> None:
-        """Put the processors in front of ``draw``, behind the drafts ``before`` it."""
-        graph = self.program.graph
-        vocabulary = (draw.kwargs.get("draft_to_target"), draw.kwargs["target_vocab_size"])
-        mapped = vocabulary[0] is not None
-        logits = arguments(draw)["logits"]
-        with graph.inserting_before(draw):
-            window = graph.call_function(torch.cat, ([self.last, *before], 1)) if before else self.last
-            changed = graph.call_function(step.in_target_vocabulary, (logits, *vocabulary)) if mapped else logits
-            for processor in self.processors:
-                given = {"logits": changed, "window": window, **self.shared}
-                names = parameters(processor.target)
-                args = tuple(given.get(name, old) for name, old in zip(names, processor.args, strict=True))
-                name = f"{processor.name}_{draw.kwargs['row']}"
-                changed = graph.create_node("call_function", processor.target, args, name=name)
-            if mapped:
-                changed = graph.call_function(step.in_draft_vocabulary, (changed, *vocabulary))
-        set_argument(draw, "logits", changed)
+def _process(draw: fx.Node, before: list[fx.Node], processors: list[fx.Node], shared: Mapping[str, fx.Node]) -> None:
+    """Put the processors in front of ``draw``, behind the drafts ``before`` it."""
+    vocabulary = (draw.kwargs.get("draft_to_target"), draw.kwargs["target_vocab_size"])
+    mapped, changed, window = vocabulary[0] is not None, arguments(draw)["logits"], shared["window"]
+    if before:
+        window = insert(draw, torch.cat, ([window, *before], 1))
+    if mapped:
+        changed = insert(draw, step.in_target_vocabulary, (changed, *vocabulary))
+    for processor in processors:
+        given = {**shared, "logits": changed, "window": window}
+        names = zip(parameters(processor.target), processor.args, strict=True)
+        args = [given.get(name, old) for name, old in names]
+        changed = insert(draw, processor.target, args, name=f"{processor.name}_{draw.kwargs['row']}")
+    if mapped:
+        changed = insert(draw, step.in_draft_vocabulary, (changed, *vocabulary))
+    set_argument(draw, "logits", changed)

@@ -10,7 +10,6 @@ The decoder applies this pass when it is first asked to score tokens.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.verify.score import KINDS, Scored
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.common.patterns import insert, items
 from specgraph.specialise.index_rows import drop_unread, gathered
 
 SCORE = torch.ops.specgraph.score.default
@@ -46,7 +46,7 @@ class ScoreRows(Pass, requires={"verify", "row_index"}):
             PassError: the rows of the logits are not chosen by ``needed_rows``.
         """
         logits = program.one("logits")
-        _take_known_rows(program, logits)
+        _take_known_rows(logits)
         before = len(program.graph.nodes)
         scored = self._score(program, logits)
         program.set_output(*scored)
@@ -60,24 +60,23 @@ class ScoreRows(Pass, requires={"verify", "row_index"}):
         options = {} if self.logprobs == "raw" else {
             name: gathered(program, name) for name in PROCESSING if name not in self.unused
         }  # fmt: skip
-        with program.graph.inserting_before(logits.next):
-            tokens = program.graph.call_function(step.draft_tokens, (window,))
-            scored = program.graph.call_function(SCORE, (logits, tokens, given), {**options, "logprobs": self.logprobs})
-            items = [program.graph.call_function(operator.getitem, (scored, i)) for i in range(len(Scored._fields))]
-        for node, name in ((tokens, "given_tokens"), (scored, "scored"), *zip(items, Scored._fields, strict=True)):
-            node.name = name
-        return items
+        place = logits.next
+        tokens = insert(place, step.draft_tokens, (window,), name="given_tokens")
+        scored = insert(place, SCORE, (logits, tokens, given), {**options, "logprobs": self.logprobs}, "scored")
+        results = items(place, scored, len(Scored._fields))
+        for node, name in zip(results, Scored._fields, strict=True):
+            node.name = name  # which another node may have that is swept away
+        return results
 
 
-def _take_known_rows(program: Program, logits: fx.Node) -> None:
+def _take_known_rows(logits: fx.Node) -> None:
     """Let the projection run for all rows of the window that have a next token in it."""
     (needed,) = logits.args
     if not isinstance(needed, fx.Node) or needed.target is not step.needed_rows:
         raise PassError(
             f"score_rows: {logits.name} reads {needed}, not the result of needed_rows; leave that in place."
         )
-    with program.graph.inserting_before(logits):
-        logits.args = (program.call(step.rows_before_last, needed.args[0], name="known_rows"),)
+    logits.args = (insert(logits, step.rows_before_last, needed.args[:1], name="known_rows"),)
 
 
 def _sweep(program: Program) -> None:

@@ -27,6 +27,7 @@ from specgraph.kernels import step
 from specgraph.kernels.step import WRITES
 from specgraph.kernels.verify.arguments import LOGPROBS
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.common.patterns import insert
 from specgraph.passes.insert_processors import removable
 from specgraph.passes.insert_verify import VERIFY
 from specgraph.specialise.index_rows import drop_unread, gathered
@@ -109,14 +110,12 @@ def _first(program: Program, before: fx.Node, drafts: Sequence[fx.Node], count: 
         return []
     if len(drafts) == program.drafter.num_speculative_tokens:
         return list(drafts[:count])
-    with program.graph.inserting_before(before):
-        every = drafts[0] if len(drafts) == 1 else program.graph.call_function(torch.cat, (list(drafts), 1))
+    every = drafts[0] if len(drafts) == 1 else insert(before, torch.cat, (list(drafts), 1))
     if every.target is step.prefer_found:
         found, *own = every.args
         every.args = (*_first(program, every, [found], count), *_first(program, every, own, count))  # type: ignore[list-item, arg-type]
         return [every]
-    with program.graph.inserting_before(before):
-        return [program.call(operator.getitem, every, (slice(None), slice(0, count)), name=f"{every.name}_first")]
+    return [insert(before, operator.getitem, (every, (slice(None), slice(0, count))), name=f"{every.name}_first")]
 
 
 def _forget(program: Program, count: int) -> None:

@@ -12,8 +12,8 @@ The decoder applies this pass to the steps of requests that ask for a trace.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from specgraph.ir.graphs import arguments, calls
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.common.patterns import insert, items
 from specgraph.specialise.index_rows import gathered
 from specgraph.specialise.pause_step import last_processor
 from specgraph.specialise.score_rows import PROCESSING, SCORE
@@ -46,18 +47,16 @@ class TraceStep(Pass, requires={"verify", "row_index", "grid"}):
         """Rewrite the step graph, which returns one more tensor; modules and state stay as they are."""
         (advance,) = calls(program.graph, step.advance_)
         sampling = {name: gathered(program, name) for name in PROCESSING if name not in self.unused}
-        with program.graph.inserting_before(advance):
-            logits = last_processor(program.one("logits"))
-            tokens, counts, num_rows, temperature = _traced_tokens(program, logits, advance)
-            tracer = _Tracer(program, {**sampling, "temperature": temperature})
-            target = tracer.score(logits, tokens, num_rows, "target_logprobs")
-            ranks = program.call(RANK, logits, tokens, num_rows, name="target_ranks")
-            draws = [*calls(program.graph, step.propose_)]
-            groups = [*_together(draws)]
-            drawn = [draw for group in groups for draw in group]
-            drafts = arguments(advance)["drafts"]
-            given = (target, ranks, counts, drawn, [*map(tracer.drawn, groups)], [*drafts])
-            traced = program.call(step.trace_columns, *given, count=_count(program), name="traced")
+        logits, draws = last_processor(program.one("logits")), [*calls(program.graph, step.propose_)]
+        tokens, counts, num_rows, temperature = _traced_tokens(program, logits, advance)
+        score = functools.partial(_score, advance, {**sampling, "temperature": temperature, "logprobs": "processed"})
+        target = score(logits, tokens, num_rows, "target_logprobs")
+        ranks = insert(advance, RANK, (logits, tokens, num_rows), name="target_ranks")
+        groups = [*_together(draws)]
+        drawn = [draw for group in groups for draw in group]
+        given = (target, ranks, counts, drawn, [_drawn(advance, score, group) for group in groups])
+        drafts = [*arguments(advance)["drafts"]]
+        traced = insert(advance, step.trace_columns, (*given, drafts), {"count": _count(program)}, "traced")
         (results,) = program.graph.output_node().args
         program.set_output(*results, traced)  # type: ignore[misc]
         note = f"the drafts that are verified, the token behind them, and {len(draws)} draws"
@@ -82,28 +81,19 @@ def _traced_tokens(program: Program, logits: fx.Node, advance: fx.Node) -> list[
     num_rows, num_forced, temperature = (gathered(program, name) for name in ("num_rows", "num_forced", "temperature"))
     moved, window = arguments(advance), program.input("window")
     given = (window, num_rows, num_forced, moved["emitted"], moved["num_emitted"], temperature, logits)
-    traced = program.call(step.trace_tokens, *given)
-    return [program.call(operator.getitem, traced, index, name=name) for index, name in enumerate(TRACED)]
+    return items(advance, insert(advance, step.trace_tokens, given), TRACED)
 
 
-@dataclass(frozen=True)
-class _Tracer:
-    """Adds nodes where the graph of ``program`` inserts. ``sampling`` are the options that shape distributions."""
+def _drawn(place: fx.Node, score: Callable[..., fx.Node], draws: Sequence[fx.Node]) -> fx.Node:
+    """The log-probabilities ``[B, R]`` with which tokens were drawn by ``draws``, which share a vocabulary."""
+    vocabulary = draws[0].kwargs.get("draft_to_target")
+    given = ([*draws], arguments(draws[0])["num_emitted"], *([] if vocabulary is None else [vocabulary]))
+    ids, count = items(place, insert(place, step.drawn_ids, given), DRAWN)
+    logits = [arguments(draw)["logits"] for draw in draws]
+    every = logits[0] if len(logits) == 1 else insert(place, torch.cat, (logits, 1), name="drawn_logits")
+    return score(every, ids, count, "draft_logprobs")
 
-    program: Program
-    sampling: dict[str, Any]
 
-    def drawn(self, draws: Sequence[fx.Node]) -> fx.Node:
-        """The log-probabilities ``[B, R]`` with which tokens were drawn by ``draws``, which share a vocabulary."""
-        call, vocabulary = self.program.call, draws[0].kwargs.get("draft_to_target")
-        given = ([*draws], arguments(draws[0])["num_emitted"], *([] if vocabulary is None else [vocabulary]))
-        both = call(step.drawn_ids, *given)
-        ids, count = (call(operator.getitem, both, index, name=name) for index, name in enumerate(DRAWN))
-        logits = [arguments(draw)["logits"] for draw in draws]
-        every = logits[0] if len(logits) == 1 else call(torch.cat, logits, 1, name="drawn_logits")
-        return self.score(every, ids, count, "draft_logprobs")
-
-    def score(self, logits: Any, tokens: fx.Node, count: fx.Node, name: str) -> fx.Node:
-        """The log-probabilities of the ``tokens`` of the first ``count`` ``[B]`` rows of ``logits``."""
-        scored = self.program.call(SCORE, logits, tokens, count, **self.sampling, logprobs="processed")
-        return self.program.call(operator.getitem, scored, 0, name=name)
+def _score(place: fx.Node, options: dict[str, Any], logits: Any, tokens: fx.Node, count: fx.Node, name: str) -> fx.Node:
+    """The log-probabilities of the ``tokens`` of the first ``count`` ``[B]`` rows of ``logits``."""
+    return items(place, insert(place, SCORE, (logits, tokens, count), options), [name])[0]
