@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
-from torch import fx
+from torch import Tensor, fx
 
+from specgraph.config import DraftConfig
 from specgraph.drafters.base import Draft, Drafter, Target
 from specgraph.drafters.step import DraftStep
 from specgraph.kernels import step as functions
@@ -23,6 +24,9 @@ class LookupDrafter(Drafter):
 
     Its proposals ``[b, K]`` are point masses: it has no distribution to draw from.
 
+    Class attributes: ``function`` proposes from the history, with the keys that :attr:`Config` adds as its options, and
+    ``matched`` names those of the shortest and of the longest match.
+
     Attributes:
         options: an instance of :attr:`Config`.
     """
@@ -30,6 +34,8 @@ class LookupDrafter(Drafter):
     options: Any = None
 
     looks_up = True
+    function: ClassVar[Callable[..., Tensor]]
+    matched: ClassVar[tuple[str, str]]
 
     @classmethod
     def make(cls, options: Any, target: Target, given: Any) -> Draft:
@@ -45,10 +51,20 @@ class LookupDrafter(Drafter):
         return 1
 
     @classmethod
-    @abstractmethod
     def requiring(cls, num_speculative_tokens: int, match: int) -> Self:
-        """A drafter of K tokens that proposes only where the last ``match`` tokens have occurred before."""
+        """A drafter of K tokens that proposes only where the last ``match`` tokens have occurred before.
 
-    @abstractmethod
+        All else is as by default, but that longer matches count up to ``match`` at least.
+        """
+        (least, most), config = cls.matched, cls.Config
+        options = config(**{least: match, most: max(match, getattr(config, most))})  # type: ignore[arg-type]
+        return cls(num_speculative_tokens, options=options)
+
     def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
         """Append the node that proposes drafts ``[b, K]``, -1 for none, from what is recorded."""
+        common = {own.name for own in fields(DraftConfig)}
+        options = {own.name: getattr(self.options, own.name) for own in fields(self.Config) if own.name not in common}
+        count = self.num_speculative_tokens
+        return step.propose(
+            self.function, history, step.rows, length, num_speculative_tokens=count, **options, name=name
+        )

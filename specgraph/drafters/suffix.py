@@ -11,31 +11,14 @@ Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975).
 
 from __future__ import annotations
 
-from typing import Self
-
-from torch import fx
-
 from specgraph.config.drafters import SuffixConfig
 from specgraph.drafters.lookup import LookupDrafter
-from specgraph.drafters.step import DraftStep
-from specgraph.kernels import step as functions
+from specgraph.kernels.step import suffix_lookup
 
 
 class SuffixDrafter(LookupDrafter):
-    """Proposes the most frequent continuation of the end of the sequence, with adaptive length."""
+    """Proposes the continuation of the end of the sequence with the highest expected number of accepted drafts."""
 
     Config = SuffixConfig
-
-    @classmethod
-    def requiring(cls, num_speculative_tokens: int, match: int) -> Self:
-        """Counts matches of at least ``match`` tokens; all else is as by default."""
-        options = SuffixConfig(max_match=max(match, SuffixConfig.max_match), min_match=match)
-        return cls(num_speculative_tokens, options=options)
-
-    def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
-        """Propose the continuation with the highest expected number of accepted drafts."""
-        keys = ("max_match", "min_match", "max_spec_factor", "max_spec_offset", "min_token_prob")
-        return step.propose(
-            functions.suffix_lookup, history, step.rows, length, num_speculative_tokens=self.num_speculative_tokens,
-            **{key: getattr(self.options, key) for key in keys}, name=name,
-        )  # fmt: skip
+    function = staticmethod(suffix_lookup)
+    matched = "min_match", "max_match"

@@ -17,7 +17,7 @@ from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_processors import OPTIONS, STATE, InsertProcessors, first_of
 from specgraph.passes.insert_verify import InsertVerify
-from specgraph.runtime.requests.processing import Bias, Processing
+from specgraph.runtime.requests.processing import OPTION_STATE, Bias, Processing
 from specgraph.specialise.index_rows import IndexRows
 from specgraph.specialise.specialise_step import SpecialiseStep
 from tests.compiler.test_pipeline import body, first, last, text
@@ -80,7 +80,7 @@ def test_a_drafter_keeps_the_tokens_where_no_drafts_are_made() -> None:
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: next(iter(changes)))
 def test_one_option_keeps_its_processor_alone(changes: dict[str, Any]) -> None:
     asked = Processing(**changes)
-    off = SpecialiseStep(unused=tuple(sorted(asked.unused())))
+    off = SpecialiseStep(unused=tuple(sorted(OPTION_STATE - asked.state.keys())))
     program = built("none", InsertProcessors(), IndexRows(), off)
     (kept,) = (node for node in program.graph.nodes if node.target in PROCESSORS)
     assert asked.state.keys() <= {*PROCESSORS[kept.target]}
@@ -92,7 +92,7 @@ def test_one_option_keeps_its_processor_alone(changes: dict[str, Any]) -> None:
 
 def test_options_are_those_that_requests_have() -> None:
     neutral = Processing()
-    assert set(OPTIONS) == neutral.unused() == {name for names in PROCESSORS.values() for name in names}
+    assert set(OPTIONS) == OPTION_STATE == {name for names in PROCESSORS.values() for name in names}
     assert not neutral.state and {*chain(*(Processing(**changes).state for changes in CHANGES))} == set(OPTIONS)
     for name, buffer in OPTIONS.items():
         assert name.startswith("bias_") or buffer.fill == getattr(neutral, name)

@@ -15,7 +15,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.pipeline import apply
-from specgraph.runtime.requests.processing import Processing
+from specgraph.runtime.requests.processing import OPTION_STATE, Processing
 from specgraph.specialise.index_rows import IndexRows
 from specgraph.specialise.process_drafts import ProcessDrafts
 from specgraph.specialise.specialise_step import SpecialiseStep
@@ -27,7 +27,7 @@ WHOLE = (InsertProcessors(), IndexRows())
 
 
 def off(asked: Processing) -> SpecialiseStep:
-    return SpecialiseStep(unused=tuple(sorted(asked.unused())))
+    return SpecialiseStep(unused=tuple(sorted(OPTION_STATE - asked.state.keys())))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -7,7 +7,7 @@ from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
 from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.pipeline import apply
-from specgraph.runtime.requests.processing import Processing
+from specgraph.runtime.requests.processing import OPTION_STATE
 from specgraph.specialise.index_rows import IndexRows
 from specgraph.specialise.score_rows import SCORE
 from specgraph.specialise.specialise_step import SpecialiseStep
@@ -30,7 +30,7 @@ traced = trace_columns(
     target_logprobs, target_ranks, traced_counts, [token_1, token_2, token_3], [draft_logprobs],
     [token_1, token_2, token_3], count=3)
 """
-OFF = tuple(sorted({*Processing().unused(), "top_k", "top_p", "min_p"}))
+OFF = tuple(sorted({*OPTION_STATE, "top_k", "top_p", "min_p"}))
 
 
 def test_every_draft_is_scored_in_front_of_the_state_update() -> None:

@@ -54,10 +54,6 @@ class Processing:
         own = {name: [getattr(self, name)] for name, off in _OFF.items() if getattr(self, name) != off}
         return own | _tables(self.biases) if self.biases else own
 
-    def unused(self) -> frozenset[str]:
-        """Options that are off, by the names of the state."""
-        return OPTION_STATE.difference(self.state)
-
 
 def _tables(biases: Sequence[Bias]) -> dict[str, list[float]]:
     """Words, one behind the other, and a list of ends that says where each of them is."""
