@@ -28,7 +28,7 @@ from specgraph.runtime.model_guard import ModelGuard
 from specgraph.runtime.outputs.collector import Collector
 from specgraph.runtime.outputs.output import GenerateOutput, Stream, StreamChunk
 from specgraph.runtime.outputs.stats import Stats
-from specgraph.runtime.outputs.streamer import StreamerAdapter
+from specgraph.runtime.outputs.streamer import streamed
 from specgraph.runtime.requests.arguments import CHAT, TAKEN, check_names
 from specgraph.runtime.requests.chats import encode_chats
 from specgraph.runtime.requests.generation_config import read_generation_config
@@ -373,7 +373,7 @@ class SpeculativeDecoder:
         """
         alone = alone and not call.criteria and call.streamer is None
         with contextlib.closing(self._decode(call, show, alone=alone)) as steps:
-            yield from steps if call.streamer is None else StreamerAdapter(call).watch(steps)
+            yield from steps if call.streamer is None else streamed(call, steps)
 
     def _decode(self, call: GenerateCall, show: bool | None, *, alone: bool) -> Generator[Step, None, None]:
         requests = call.requests
