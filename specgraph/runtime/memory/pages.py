@@ -164,10 +164,6 @@ class PagePool:
             reservation.taken[depth] = snapshot
         return snapshot
 
-    def num_shared_tokens(self, reservation: Reservation) -> int:
-        """How many tokens of a prompt need not be run, since their pages were there."""
-        return reservation.num_shared * self.block_size
-
     def give_back(self, reservation: Reservation) -> None:
         """A sequence has ended."""
         for page in reversed(reservation.pages):  # a page is of no use without those before it, so it goes sooner

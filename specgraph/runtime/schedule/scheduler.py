@@ -129,7 +129,7 @@ class Scheduler:
             reserved = self._pages.reserve(request.prompt, request.limit)
             if reserved is None:
                 break
-            begin, boundaries = self._pages.num_shared_tokens(reserved), [*reserved.boundaries]
+            begin, boundaries = reserved.num_shared * self._pages.block_size, [*reserved.boundaries]
             prompt = PendingPrompt(request.prompt, begin, request.prompt.numel(), boundaries, self._pages.within)
             entering.append(Entry(sequence, state_row, reserved, prompt))
         return entering
