@@ -18,6 +18,7 @@ from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.modules import Modules
 from specgraph.ir.source import render
 from specgraph.ir.state import block_sizes
+from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Input
 
 TARGET_MODULES = ("target", "lm_head")
@@ -40,7 +41,7 @@ FIRST_FACTS = frozenset({"traced", "target_only", "own_weights", "ungathered", "
 
 
 @dataclass
-class Program:
+class Program(ProgramView):
     """A step graph, the modules that it calls, and the facts that passes have established about them.
 
     ``graph`` is the graph of the step level. Its placeholders are the window and the state, which ``inputs`` describes.
@@ -49,10 +50,6 @@ class Program:
     changed, and ``modules.unchanged[name]`` gives it for reading.
     """
 
-    graph: fx.Graph
-    modules: Modules
-    inputs: dict[str, Input]
-    target: ModelInfo
     drafter: BoundDrafter
     facts: frozenset[str] = frozenset()
     undone: Mapping[str, str] = field(default_factory=dict)

@@ -1,9 +1,8 @@
-"""The part of a program's interface that is needed to read it, for modules that ``program`` itself imports."""
+"""The part of a program that is needed to read it, for modules that ``program`` itself imports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -12,14 +11,11 @@ from specgraph.ir.modules import Modules
 from specgraph.kernels.state import Input
 
 
-class ProgramView(Protocol):
-    """The parts of a :class:`~specgraph.ir.program.Program` that :mod:`~specgraph.ir.shapes` and ``source`` read."""
+@dataclass
+class ProgramView:
+    """What :mod:`~specgraph.ir.shapes` and ``source`` read of a :class:`~specgraph.ir.program.Program`."""
 
-    @property
-    def graph(self) -> fx.Graph: ...
-    @property
-    def modules(self) -> Modules: ...
-    @property
-    def inputs(self) -> Mapping[str, Input]: ...
-    @property
-    def target(self) -> ModelInfo: ...
+    graph: fx.Graph
+    modules: Modules
+    inputs: dict[str, Input]
+    target: ModelInfo
