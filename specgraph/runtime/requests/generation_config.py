@@ -10,13 +10,14 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specgraph.errors import InputError, UnsupportedModelError
 from specgraph.runtime.requests.arguments import PROCESSING, REFUSED, asks_for
+from specgraph.runtime.requests.sampling import CUTS
 from specgraph.runtime.requests.values import read_flag, read_token_ids, whole
 
 FLAGS = ("output_scores", "output_logits", "renormalize_logits")
 """Whether the output has scores, and logits, and whether scores are log-probabilities."""
 
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING = ("temperature", *CUTS)
 """What shapes a distribution. A configuration has a say in it only where it says to sample."""
 _HONOURED = frozenset({"max_new_tokens", "max_length", "num_return_sequences", "stop_strings", "max_time"})
 """What else of a configuration is a default, as it is."""

@@ -23,7 +23,7 @@ from specgraph.runtime.requests.logit_options import LogitOptions, read_logit_op
 from specgraph.runtime.requests.prompts import check_prompts, read_ids, read_prompts
 from specgraph.runtime.requests.recorder import Recorder, Wanted
 from specgraph.runtime.requests.request import Limits, Request
-from specgraph.runtime.requests.sampling import Sampling, read_logprobs, read_sampling
+from specgraph.runtime.requests.sampling import CUTS, Sampling, read_logprobs, read_sampling
 from specgraph.runtime.requests.stopping import Criterion, read_criteria, read_stop_strings, stop_criteria
 from specgraph.runtime.requests.text import Tokenizers, check_tokenizer
 from specgraph.runtime.requests.values import (
@@ -295,14 +295,11 @@ def _pad_id(given: Any, defaults: GenerationDefaults, eos_ids: Sequence[tuple[in
     return pad_id
 
 
-_IDLE: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}
-"""Options that only sampling reads, and the values that ask for nothing."""
-
-
 def _warn_greedy(asked: Mapping[str, PerSequence], batch: int) -> None:
     """Warn of sampling options that a caller gave without saying whether to sample, where decoding is greedy."""
-    values = {name: per_sequence(name, asked.get(name), off, batch) for name, off in _IDLE.items() if name != "seed"}
-    idle = [name for name, each in values.items() if any(value != _IDLE[name] for value in each)]
+    unused = {"temperature": 1.0, **CUTS}
+    values = {name: per_sequence(name, asked.get(name), off, batch) for name, off in unused.items()}
+    idle = [name for name, each in values.items() if any(value != unused[name] for value in each)]
     idle += [] if asked["seed"] is None else ["seed"]
     if idle:
         verb, them = ("has", "it") if len(idle) == 1 else ("have", "them")
