@@ -35,7 +35,7 @@ from specgraph.config import Config
 from specgraph.errors import InputError, SpecgraphError
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.outputs.stats import Room
+from specgraph.runtime.outputs.stats import Capacity
 from specgraph.runtime.session import Session
 from specgraph.tables import text_table
 
@@ -224,7 +224,7 @@ class Soak:
 
     def run(self, numbers: range, progress: Progress) -> None:
         """Submit requests, and decode until all of them have ended."""
-        dice, rows = random.Random(numbers.start), self.session.room.rows
+        dice, rows = random.Random(numbers.start), self.session.capacity.rows
         arrivals, step = (*[0] * 6, 1, 2, 4, rows), 0
         while numbers or self._under_way:
             arriving = dice.choice(arrivals) if len(self._under_way) < QUEUE * rows else 0
@@ -273,7 +273,7 @@ class SoakRow:
         requests: how many there were; ``refused`` of them were too large.
         ended: the others by their finish reason.
         new_tokens, steps, seconds, acceptance_length: of the session.
-        room: the rows and pages that were free at the end.
+        capacity: the rows and pages that were free at the end.
         held: what was held after the first fifth and at the end.
         compared: how many requests were decoded again alone; ``differing`` of them got other tokens.
     """
@@ -286,17 +286,17 @@ class SoakRow:
     steps: int
     seconds: float
     acceptance_length: float
-    room: Room
+    capacity: Capacity
     held: list[Growth]
     compared: int
     differing: int
 
     def faults(self) -> list[str]:
         """The failures, as parts of a sentence."""
-        room = self.room
+        free = self.capacity
         found = [f"{h.name} grew from {h.before} to {h.after}" for h in self.held if h.leaks]
-        if (room.free_rows, room.free_pages) != (room.rows, room.pages):
-            found.append(f"{room.free_rows} of {room.rows} rows and {room.free_pages} of {room.pages} pages are free")
+        if (free.free_rows, free.free_pages) != (free.rows, free.pages):
+            found.append(f"{free.free_rows} of {free.rows} rows and {free.free_pages} of {free.pages} pages are free")
         if self.differing:
             found.append(f"{self.differing} of {self.compared} requests got other tokens than alone")
         return found
@@ -311,8 +311,8 @@ def soak_text(row: SoakRow) -> str:
         "ended": ended,
         "tokens": f"{row.new_tokens} in {row.steps} steps, {row.acceptance_length:.2f} per decode step and sequence",
         "seconds": f"{row.seconds:.1f}",
-        "free rows": f"{row.room.free_rows} of {row.room.rows}",
-        "free pages": f"{row.room.free_pages} of {row.room.pages}",
+        "free rows": f"{row.capacity.free_rows} of {row.capacity.rows}",
+        "free pages": f"{row.capacity.free_pages} of {row.capacity.pages}",
         "other tokens than alone": f"{row.differing} of {row.compared}",
     }
     held = [[h.name, *(f"{n:,}" for n in (h.before, h.after, h.after - h.before, h.allowed))] for h in row.held]
@@ -345,7 +345,7 @@ def soak(decoder: SpeculativeDecoder, k: int, count: int) -> SoakRow:
         driven.run(range(first), progress)
         before = Held.now(target.device)
         driven.run(range(first, count), progress)
-        held, stats, room = Held.now(target.device).growth(before, count - first), session.stats, session.room
+        held, stats, capacity = Held.now(target.device).growth(before, count - first), session.stats, session.capacity
     seconds = time.perf_counter() - begin
     return SoakRow(
         k=k,
@@ -356,7 +356,7 @@ def soak(decoder: SpeculativeDecoder, k: int, count: int) -> SoakRow:
         steps=stats.steps,
         seconds=seconds,
         acceptance_length=stats.acceptance_length,
-        room=room,
+        capacity=capacity,
         held=held,
         compared=len(sample.places),
         differing=sum(sample.differs(number, _alone(decoder, requests.get(number))) for number in sample.places),

@@ -60,7 +60,7 @@ class Endpoint:
 
     def check_health(self) -> None:
         """Ray replaces this replica if its session is closed, as it is after an error that concerns all sequences."""
-        assert self.session.room
+        assert self.session.capacity
 
     def check(self, request: Request) -> None:
         """Refuse whoever does not have the key."""
@@ -77,7 +77,7 @@ class Endpoint:
     async def stats(self, request: Request) -> dict[str, Any]:
         """What the session has done, and how much of it is free."""
         self.check(request)
-        return vars(self.session.stats) | vars(self.session.room)
+        return vars(self.session.stats) | vars(self.session.capacity)
 
     @app.post("/v1/chat/completions")
     async def chat(self, request: Request) -> Response:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from specgraph.runtime.outputs.output import GenerateOutput as GenerateOutput
     from specgraph.runtime.outputs.output import Stream as Stream
     from specgraph.runtime.outputs.output import StreamChunk as StreamChunk
-    from specgraph.runtime.outputs.stats import Room as Room
+    from specgraph.runtime.outputs.stats import Capacity as Capacity
     from specgraph.runtime.outputs.stats import SessionStats as SessionStats
     from specgraph.runtime.outputs.stats import Stats as Stats
     from specgraph.runtime.scoring import ScoreOutput as ScoreOutput
@@ -54,7 +55,7 @@ _HOMES = {
     "ir.program": ("Program",),
     "runtime.decoder": ("SpeculativeDecoder",),
     "runtime.outputs.output": ("Event", "GenerateOutput", "Stream", "StreamChunk"),
-    "runtime.outputs.stats": ("Room", "SessionStats", "Stats"),
+    "runtime.outputs.stats": ("Capacity", "SessionStats", "Stats"),
     "runtime.scoring": ("ScoreOutput",),
     "runtime.session": ("Session",),
 }  # fmt: skip
@@ -63,6 +64,9 @@ __all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Room":
+        warnings.warn("specgraph.Room is called Capacity now; use that name.", DeprecationWarning, stacklevel=2)
+        name = "Capacity"
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"specgraph.{home}"), name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from specgraph.runtime.execution.stopping import Stopping
 from specgraph.runtime.outputs.detokenizer import IncrementalDetokenizer
 from specgraph.runtime.outputs.followers import Followers
 from specgraph.runtime.outputs.output import Event
-from specgraph.runtime.outputs.stats import Room, SessionStats
+from specgraph.runtime.outputs.stats import Capacity, SessionStats
 from specgraph.runtime.requests.arguments import STRUCTURE
 from specgraph.runtime.requests.parser import GenerateCall, RequestParser
 
@@ -132,7 +133,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._engine.pages.forget()
 
     @property
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         """The rows and pages that are free, for whoever decides how much more to submit.
 
         Raises:
@@ -144,7 +145,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
         counts = engine.num_free_rows, memory.sizes.rows, pages.num_free, pages.count, engine.num_waiting, followed
         snapshots = pages.snapshots
         copies = (0, 0, 0) if snapshots is None else (snapshots.num_known, snapshots.count, snapshots.num_bytes)
-        return Room(*counts, *copies, memory.used_bytes, memory.num_bytes)
+        return Capacity(*counts, *copies, memory.used_bytes, memory.num_bytes)
+
+    @property
+    def room(self) -> Capacity:
+        """The old name of :attr:`capacity`, which goes with version 0.3."""
+        warnings.warn("Session.room is called capacity now; use that name.", DeprecationWarning, stacklevel=2)
+        return self.capacity
 
     def step(self) -> list[Event]:
         """Run one step, and return what it emitted; an empty list if there is nothing to do.

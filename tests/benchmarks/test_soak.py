@@ -97,7 +97,7 @@ def test_the_script_prints_and_writes_what_it_found(
     (row,) = main([*given, f"json={tmp_path / 'a.json'}"])
     assert "free rows                2 of 2" in capsys.readouterr().out
     (written,) = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert row.requests == written["requests"] == 6 and row.room.free_pages == row.room.pages == 4
+    assert row.requests == written["requests"] == 6 and row.capacity.free_pages == row.capacity.pages == 4
     monkeypatch.setattr("benchmarks.soak._alone", lambda decoder, request: [7] * (MOST + 1))
     with pytest.raises(SpecgraphError, match="soak of 6 requests failed"):
         main(given)

@@ -18,7 +18,7 @@ ENDLESS = {"max_new_tokens": 60, "eos_token_id": []}
 
 async def settled(session: Session) -> None:
     """Wait until nothing runs any more."""
-    while session.room.free_rows < session.room.rows or session.room.waiting:
+    while session.capacity.free_rows < session.capacity.rows or session.capacity.waiting:
         await asyncio.sleep(0.01)
 
 
@@ -31,7 +31,7 @@ def test_every_follower_gets_the_events_of_its_sequence(decoder: SpeculativeDeco
     async def run() -> list[list[int]]:
         with decoder.session() as session:
             found = await asyncio.gather(*(follow(session, index) for index in range(len(PROMPTS))))
-            assert session.room.followed == 0
+            assert session.capacity.followed == 0
         return found
 
     for _ in range(2):  # the second time in another event loop
@@ -60,7 +60,7 @@ def test_who_stops_listening_cancels_the_sequence(decoder: SpeculativeDecoder, a
                 await leave(session, how)
                 await asyncio.sleep(0)
                 await settled(session)
-                assert session.room.followed == 0
+                assert session.capacity.followed == 0
             assert dict(session.stats.ended) == {"cancelled": 3}
             assert [e.tokens async for e in session.follow(PROMPTS[1], **OPTIONS[1])][-1][-1] == alone[1][-1]
 
@@ -95,13 +95,13 @@ def test_what_submit_refuses_the_first_event_refuses(decoder: SpeculativeDecoder
         with decoder.session(max_waiting=0) as session:
             with pytest.raises(InputError, match="temperature must be 0 or more"):
                 await anext(session.follow(PROMPTS[0], temperature=-1))
-            kept = [session.submit(PROMPTS[0], **ENDLESS) for _ in range(session.room.rows)]
+            kept = [session.submit(PROMPTS[0], **ENDLESS) for _ in range(session.capacity.rows)]
             with pytest.raises(BusyError, match="lets 0 wait for a row"):
                 await anext(session.follow(PROMPTS[0]))
             for number in kept:
                 session.cancel(number)
             await settled(session)
-            assert session.room.followed == 0
+            assert session.capacity.followed == 0
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -113,7 +113,7 @@ def test_a_session_has_pages_for_2048_tokens_of_each_sequence_and_for_one_of_the
     monkeypatch.setattr(memory, "free_bytes", lambda device: plenty)
     longest = num_pages(16384, 16)
     with decoder.session() as session:
-        assert session.room.pages == longest
+        assert session.capacity.pages == longest
     sizes, program = StateSizes(4, 1, 4 * longest, 1), decoder._program
     cache = decoder.config.cache
     assert memory.modest(program, cache, sizes).num_pages == 4 * num_pages(2048, 16)
@@ -130,25 +130,25 @@ def test_a_session_has_pages_for_2048_tokens_of_each_sequence_and_for_one_of_the
 def test_what_is_asked_for_counts_and_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 40)
     with decoder_of(memory_share=0.9).session() as session:
-        assert session.room.pages == 4 * num_pages(16384, 16)
+        assert session.capacity.pages == 4 * num_pages(16384, 16)
     with decoder_of(pool_tokens=1600).session() as session:
-        assert session.room.pages == 100
+        assert session.capacity.pages == 100
 
 
 def test_a_session_says_what_it_has_taken_and_what_it_takes_at_most() -> None:
     decoder = decoder_of()
     page, prompt = memory.page_bytes(decoder._program), [5] * 40
     with decoder.session() as session:
-        first = session.room
+        first = session.capacity
         assert first.most_bytes - first.used_bytes == first.pages * page
         session.submit(prompt, max_new_tokens=8)
         list(session)
-        assert session.room.used_bytes == first.used_bytes + 3 * page
+        assert session.capacity.used_bytes == first.used_bytes + 3 * page
         session.submit(prompt, max_new_tokens=8)
         session.submit(prompt, max_new_tokens=8)
         list(session)
-        assert session.room.used_bytes == first.used_bytes + 6 * page
-        assert session.room.most_bytes == first.most_bytes
+        assert session.capacity.used_bytes == first.used_bytes + 6 * page
+        assert session.capacity.most_bytes == first.most_bytes
 
 
 CHILD = """
@@ -159,11 +159,11 @@ decoder, resident, found = wide_decoder(), psutil.Process().memory_info, []
 decoder.generate([[5, 6]], max_new_tokens=2)  # what the first call takes once
 found.append([resident().rss, 0, 0])
 with decoder.session() as session:
-    found.append([resident().rss, session.room.used_bytes, session.room.most_bytes])
+    found.append([resident().rss, session.capacity.used_bytes, session.capacity.most_bytes])
     for _ in range(2):
         session.submit([5] * int(sys.argv[1]), max_new_tokens=1, eos_token_id=[])
         list(session)
-        found.append([resident().rss, session.room.used_bytes, session.room.most_bytes])
+        found.append([resident().rss, session.capacity.used_bytes, session.capacity.most_bytes])
 found.append([resident().rss, 0, 0])
 print(json.dumps(found))
 """

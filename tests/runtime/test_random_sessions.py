@@ -163,9 +163,9 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def state_rows_and_pages_are_owned_by_requests_under_way(self) -> None:
-        room = self.session.room
+        capacity = self.session.capacity
         if not self.under_way:
-            assert (room.free_rows, room.free_pages) == (STATE_ROWS, POOL // CONFIG["cache"]["block_size"])
+            assert (capacity.free_rows, capacity.free_pages) == (STATE_ROWS, POOL // CONFIG["cache"]["block_size"])
 
     def teardown(self) -> None:
         """Every request ends."""

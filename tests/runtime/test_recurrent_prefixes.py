@@ -144,7 +144,7 @@ def test_the_second_of_a_kind_leaves_the_state_that_the_third_goes_on_from() -> 
             tokens_of(session, torch.cat([SHARED[:38], tail]), new=2)
             reused.append(session.stats.reused_tokens - before)
         # The first has left a snapshot behind 32 of its 45 tokens, and the others would leave theirs there.
-        assert reused == [0, 32, 32, 32] and session.room.snapshots == 1
+        assert reused == [0, 32, 32, 32] and session.capacity.snapshots == 1
     long = ragged_prompts((40, 41, 42, 43))
     with opened(decoder_of(DELTA, "none")) as session:
         reused = []
@@ -153,9 +153,9 @@ def test_the_second_of_a_kind_leaves_the_state_that_the_third_goes_on_from() -> 
             tokens_of(session, torch.cat([SHARED[:38], tail]), new=2)
             reused.append(session.stats.reused_tokens - before)
         assert reused == [0, 0, 32, 32]
-        room = session.room
-        assert room.snapshots == 4 + 1 and room.most_snapshots == 16
-        assert room.snapshot_bytes == 16 * snapshot_bytes(decoder_of(DELTA, "none")._program)
+        capacity = session.capacity
+        assert capacity.snapshots == 4 + 1 and capacity.most_snapshots == 16
+        assert capacity.snapshot_bytes == 16 * snapshot_bytes(decoder_of(DELTA, "none")._program)
 
 
 @pytest.mark.parametrize(("architecture", "kind"), [(DELTA, "none"), ("qwen3_5_text", "mtp"), ("mamba", "ngram")])
@@ -186,7 +186,7 @@ def test_no_prompt_is_cut_for_the_snapshot_at_its_end() -> None:
 def test_without_snapshots_nothing_is_shared() -> None:
     with opened(decoder_of(DELTA, "none"), snapshots=0) as session:
         assert tokens_of(session, SHARED) == tokens_of(session, SHARED)
-        assert session.stats.reused_tokens == 0 and session.room.most_snapshots == 0
+        assert session.stats.reused_tokens == 0 and session.capacity.most_snapshots == 0
     with pytest.raises(ConfigError, match=r"cache.snapshots must be 0 .* or more, got -1"):
         specgraph.compile_speculative(make_model("lfm2"), {**CONFIG, "cache": {"snapshots": -1}})
 
@@ -218,7 +218,7 @@ def test_rows_take_no_more_than_half_of_the_memory_that_is_left(monkeypatch: pyt
     pages = (6 * row - copies * snapshot_bytes(program)) // page
     assert sizes == replace(wanted, rows=4, snapshots=copies, num_pages=pages)
     with opened(decoder, memory_share=0.5) as session:  # room for 2 sequences beside each other, and others wait
-        assert session.room.rows == 2
+        assert session.capacity.rows == 2
         assert all(len(own) for own in steps_of(session, seed=1))
     monkeypatch.setattr(memory, "free_bytes", lambda device: row)
     with pytest.raises(InputError, match=r"cache.memory_share allows 0.9, and recurrent state takes \d+ of these"):
@@ -231,14 +231,14 @@ def test_other_weights_find_no_state() -> None:
     with opened(decoder) as session:
         before, weight = tokens_of(session, SHARED, 9), model.get_input_embeddings().weight
         assert tokens_of(session, SHARED, 9) == before and session.stats.reused_tokens == 48
-        assert session.room.snapshots == 1
+        assert session.capacity.snapshots == 1
         with torch.no_grad():
             weight.mul_(-1)  # PyTorch counts what is written in place
         changed = tokens_of(session, SHARED, 9)
         assert changed != before and session.stats.reused_tokens == 48
         weight.data.mul_(-1)  # but not this
         session.forget_prefixes()
-        assert session.room.snapshots == 0
+        assert session.capacity.snapshots == 0
         assert tokens_of(session, SHARED, 9) == before and session.stats.reused_tokens == 48
 
 

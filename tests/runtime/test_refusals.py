@@ -212,7 +212,7 @@ def test_what_a_session_does_not_know_is_refused(decoder: SpeculativeDecoder) ->
         assert [event.finish_reason for event in session] == ["cancelled"]
         session.cancel(number)
     with pytest.raises(InputError, match="The session is closed"):
-        _ = session.room
+        _ = session.capacity
 
 
 def test_a_stream_has_no_scores(decoder: SpeculativeDecoder) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph import Event, InputError, NumericsError, Room, Session, SpeculativeDecoder
+import specgraph
+from specgraph import Capacity, Event, InputError, NumericsError, Session, SpeculativeDecoder
 from specgraph.runtime.memory import sizing as memory
 from specgraph.runtime.memory.pages import PagePool
 from tests.decoding import CONFIG, compiled
@@ -328,10 +329,14 @@ def test_the_pool_takes_no_more_than_its_share_of_the_free_memory(monkeypatch: p
 def test_a_session_says_how_much_room_it_has() -> None:
     decoder = made("none", cache={**CONFIG["cache"], "pool_tokens": 64})
     with decoder.session() as session:
-        most, page = session.room.most_bytes, memory.page_bytes(decoder._program)
-        assert session.room == Room(ROWS, ROWS, 16, 16, used_bytes=most - 16 * page, most_bytes=most)
+        most, page = session.capacity.most_bytes, memory.page_bytes(decoder._program)
+        assert session.capacity == Capacity(ROWS, ROWS, 16, 16, used_bytes=most - 16 * page, most_bytes=most)
         session.submit(PROMPTS[0], max_new_tokens=4, eos_token_id=[])
         session.step()
-        assert session.room == Room(ROWS - 1, ROWS, 14, 16, used_bytes=most - 14 * page, most_bytes=most)
+        assert session.capacity == Capacity(ROWS - 1, ROWS, 14, 16, used_bytes=most - 14 * page, most_bytes=most)
         list(session)
-        assert session.room == Room(ROWS, ROWS, 16, 16, used_bytes=most - 14 * page, most_bytes=most)
+        assert session.capacity == Capacity(ROWS, ROWS, 16, 16, used_bytes=most - 14 * page, most_bytes=most)
+        with pytest.warns(DeprecationWarning, match="Session.room is called capacity"):
+            assert session.room == session.capacity
+    with pytest.warns(DeprecationWarning, match="Room is called Capacity"):
+        assert specgraph.Room is Capacity

@@ -51,8 +51,8 @@ def tokens_of(events: Iterable[Event], number: int) -> list[int]:
 
 
 def is_empty(session: Session) -> bool:
-    room = session.room
-    return room.free_rows == room.rows and room.free_pages == room.pages and not room.waiting
+    capacity = session.capacity
+    return capacity.free_rows == capacity.rows and capacity.free_pages == capacity.pages and not capacity.waiting
 
 
 def test_stop_strings_end_a_sequence_where_generate_ends_it(decoder: SpeculativeDecoder) -> None:
@@ -109,7 +109,7 @@ def test_stop_strings_are_compiled_once_for_a_tokenizer() -> None:
 def test_a_session_refuses_more_than_may_wait(decoder: SpeculativeDecoder) -> None:
     with decoder.session(max_waiting=1) as session:
         kept = [session.submit(PROMPTS[0], max_new_tokens=4) for _ in range(3)]  # two rows are free, and one may wait
-        assert session.room.waiting == 3
+        assert session.capacity.waiting == 3
         with pytest.raises(BusyError, match="3 sequences wait already, and this session lets 1 wait for a row"):
             session.submit(PROMPTS[0], max_new_tokens=4)
         assert {*ends(session)} == {*kept}
@@ -149,6 +149,6 @@ def test_what_a_session_cannot_take_is_refused_by_name(decoder: SpeculativeDecod
             session.submit(PROMPTS[0], stop_strings="x")
         with pytest.raises(InputError, match="submit does not take streamer"):
             session.submit(PROMPTS[0], streamer=None)
-        assert session.room.waiting == 0
+        assert session.capacity.waiting == 0
     with pytest.raises(InputError, match="it takes return_logprobs, return_text, tokenizer and max_waiting"):
         decoder.session(text=True)

@@ -89,7 +89,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """What of a session is free, of how much.
 
     Attributes:
