@@ -35,9 +35,10 @@ class IndexRows(Pass, requires={"verify", "ungathered"}, ensures={"row_index"}, 
                 buffer of a sequence is part of a tuple.
         """
         rows = program.placeholder(ROWS, ROW_INDEX)
-        _check_indexed(program, rows)
+        inputs = program.inputs.items()
+        indexed = {program.input(name) for name, spec in inputs if any(buffer.indexed for buffer in buffers_of(spec))}
         small = {program.input(name): buffer for name, buffer in _small(program.inputs)}
-        _check_small(program, small)
+        _check_readers(rows, indexed, small)
         written = [node for node in small if any(node in written_by(user, WRITES) for user in node.users)]
         own = _gather(program, rows, {node: buffer for node, buffer in small.items() if node.users})
         if written:
@@ -65,10 +66,10 @@ def drop_unread(program: Program) -> None:
         for item in [user for user in gather.users if not user.users]:
             program.graph.erase_node(item)
         rows, buffers, fills = gather.args
-        items = sorted(gather.users, key=lambda item: int(item.args[1]))  # type: ignore[arg-type]
-        kept = [int(item.args[1]) for item in items]  # type: ignore[arg-type]
+        read = sorted(gather.users, key=lambda item: int(item.args[1]))  # type: ignore[arg-type]
+        kept = [int(item.args[1]) for item in read]  # type: ignore[arg-type]
         gather.args = (rows, [buffers[i] for i in kept], [fills[i] for i in kept])  # type: ignore[index]
-        for index, item in enumerate(items):
+        for index, item in enumerate(read):
             item.args = (gather, index)
 
 
@@ -84,23 +85,19 @@ def _small(inputs: Mapping[str, Input]) -> Iterator[tuple[str, Buffer]]:
         yield from ((name, buffer) for buffer in found)
 
 
-def _check_indexed(program: Program, rows: fx.Node) -> None:
-    """Whatever reads an indexed buffer must know which rows are meant."""
-    for name, spec in program.inputs.items():
-        if not any(buffer.indexed for buffer in buffers_of(spec)):
-            continue
-        for user in program.input(name).users:
+def _check_readers(rows: fx.Node, indexed: set[fx.Node], small: Container[fx.Node]) -> None:
+    """Whatever reads an indexed buffer must know which rows are meant, and nothing else may take the row index.
+
+    Small buffers hold the rows of the call alone.
+    """
+    for node in sorted(indexed):
+        for user in node.users:
             if rows not in user.all_input_nodes:
                 raise PassError(
-                    f"index_rows: {user.name} reads {name!r}, which is indexed, without the row index; pass it "
+                    f"index_rows: {user.name} reads {node.name!r}, which is indexed, without the row index; pass it "
                     f"DraftStep.rows (the input {ROWS!r})."
                 )
-
-
-def _check_small(program: Program, small: Container[fx.Node]) -> None:
-    """What takes the row index reads an indexed buffer: the small ones hold the rows of the call alone."""
-    indexed = {program.input(name) for name, spec in program.inputs.items() if any(b.indexed for b in buffers_of(spec))}
-    for user in program.input(ROWS).users:
+    for user in rows.users:
         own = [node.name for node in user.all_input_nodes if node in small]
         if own and indexed.isdisjoint(user.all_input_nodes):
             raise PassError(
