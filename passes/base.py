@@ -83,7 +83,7 @@ class Pass(ABC):
         cls, *, requires: Iterable[str] | None = None, ensures: Iterable[str] | None = None,
         invalidates: Iterable[str] | None = None, exact: bool | None = None, redrafts: bool | None = None,
     ) -> None:  # fmt: skip
-        if "name" not in vars(cls):
+        if "apply" in vars(cls) and not hasattr(cls, "name"):
             cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
         for name, facts in (("requires", requires), ("ensures", ensures), ("invalidates", invalidates)):
             if facts is not None:

@@ -57,7 +57,7 @@ class LookupDrafter(Drafter):
         All else is as by default, but that longer matches count up to ``match`` at least.
         """
         (least, most), config = cls.matched, cls.Config
-        options = config(**{least: match, most: max(match, getattr(config, most))})  # type: ignore[arg-type]
+        options = config(**{least: match, most: max(match, getattr(config, most))})
         return cls(num_speculative_tokens, options=options)
 
     def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
