@@ -74,7 +74,7 @@ class ModelGuard:
         self._described = [*map(self._looks, self._tensors())]
         # A CUDA graph reads memory. Without one, a step reads tensors, and so the memory that they have got since.
         self._followed = frozenset[int]() if last.captured else _read(last)
-        self._before = self._now(copied=True)
+        self._before = self._now([*map(dict, self._children)], [*map(dict, self._hooks)])
 
     def check(self) -> None:
         """Look whether everything is in its place.
@@ -82,24 +82,23 @@ class ModelGuard:
         Raises:
             InputError: names what was changed, and says to compile again.
         """
-        if self._now() != self._before:
+        if self._now(self._children, self._hooks) != self._before:
             changes = (self._changed_modules(), self._changed_hooks(), self._changed_tensors())
             change = next(itertools.chain(*changes), None)
             if change is not None:
                 raise InputError(f"{change} {_ADVICE}")
-            self._before = self._now(copied=True)
+            self._before = self._now([*map(dict, self._children)], [*map(dict, self._hooks)])
 
     def _tensors(self) -> Iterator[Any]:
         return map(dict.get, self._places, self._keys)
 
-    def _now(self, *, copied: bool = False) -> _State:
-        """What is compared at every call, with the dictionaries that modules have, or with copies of these."""
+    def _now(self, children: list[Any], hooks: list[Any]) -> _State:
+        """What is compared at every call; ``children`` and ``hooks`` are those of the modules, or copies of these."""
         try:
             pointers = [*map(Tensor.data_ptr, self._tensors())]
         except TypeError:
             pointers = []
         forwards = [*map(dict.get, self._attributes, itertools.repeat(_FORWARD))]
-        children, hooks = ([*map(dict, each)] if copied else each for each in (self._children, self._hooks))
         return _State(pointers, children, forwards, [*map(type, self._modules)], hooks)
 
     def _changed_modules(self) -> Iterator[str]:
