@@ -5,30 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    LogitNormalization,
-    LogitsProcessor,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    PrefixConstrainedLogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, PreTrainedModel, generation
+from transformers.generation import LogitsProcessor, StoppingCriteria
 
-from specgraph.dropin.processors import READERS, with_padded_ngrams
+from specgraph.dropin.processors import OPTION_OF, read_processor, with_padded_ngrams
 from specgraph.errors import InputError
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.outputs.output import GenerateOutput
@@ -39,13 +26,13 @@ from specgraph.runtime.requests.logit_option_table import LOGIT_OPTIONS
 from specgraph.runtime.requests.stopping import read_criteria, read_stop_strings, stop_criteria
 
 WARPERS: dict[type[LogitsProcessor], str] = {
-    TemperatureLogitsWarper: "temperature",
-    TopKLogitsWarper: "top_k",
-    TopPLogitsWarper: "top_p",
-    MinPLogitsWarper: "min_p",
+    generation.TemperatureLogitsWarper: "temperature",
+    generation.TopKLogitsWarper: "top_k",
+    generation.TopPLogitsWarper: "top_p",
+    generation.MinPLogitsWarper: "min_p",
 }
 """Processors that the decoder has itself, by the names of its options, in the order in which it applies them."""
-_NO_EFFECT = (LogitNormalization,)
+_NO_EFFECT = (generation.LogitNormalization,)
 """Processors that change neither the largest score nor any probability."""
 NEUTRAL: Mapping[str, Any] = {
     **{name: refusal.neutral[0] for name, refusal in REFUSED.items()},
@@ -81,9 +68,7 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         InputError: one of them is given.
     """
     others: dict[str, Any] = arguments.get("kwargs", {})
-    for name in _NOT_HANDED_ON:
-        if asks_for(name, arguments.get(name, others.get(name))):
-            raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
+    _refuse(model, _NOT_HANDED_ON, others | arguments)
     check_config(arguments.get("generation_config"))
     read_processors(arguments.get("logits_processor"))
     read_criteria(arguments.get("stopping_criteria"))
@@ -115,9 +100,7 @@ def check_prepared(model: PreTrainedModel, decoder: SpeculativeDecoder, prepared
             f"This decoder was compiled from another model than this {type(model).__name__}; give custom_generate a "
             "decoder that compile_speculative has made of it."
         )
-    for name in REFUSED.keys() - _PREPARED:
-        if name in prepared and asks_for(name, prepared[name]):
-            raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
+    _refuse(model, REFUSED.keys() - _PREPARED, prepared)
     for name in ("past_key_values", "position_ids"):
         if not _is_fresh(name, prepared):
             raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
@@ -161,12 +144,19 @@ def add_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     others.pop("stop_strings", None)
     if getattr(model.generation_config, "stop_strings", None) is not None:
         others["stop_strings"] = None  # which counts before the model's
-    arguments["stopping_criteria"], arguments["kwargs"] = StoppingCriteriaList(criteria), others
+    arguments["stopping_criteria"], arguments["kwargs"] = generation.StoppingCriteriaList(criteria), others
 
 
 def _refusal(model: object, what: str, why: str) -> str:
     name = type(model).__name__
     return f"An attached model does not take {what} ({why}); leave it out, or call {name}.generate(model, ...)."
+
+
+def _refuse(model: object, names: Iterable[str], given: Mapping[str, Any]) -> None:
+    """Refuse the first of ``names`` by which something is asked for; None asks for nothing."""
+    for name in names:
+        if asks_for(name, given.get(name)):
+            raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
 
 
 def check_rope(model: PreTrainedModel, decoder: SpeculativeDecoder, prompt: int | None = None) -> None:
@@ -220,19 +210,19 @@ class Prepared:
     @property
     def max_new_tokens(self) -> int:
         """Tokens that a sequence adds at most."""
-        lengths = [criterion.max_length for criterion in self.criteria if isinstance(criterion, MaxLengthCriteria)]
+        lengths = [c.max_length for c in self.criteria if isinstance(c, generation.MaxLengthCriteria)]
         return max(0, int(min(lengths)) - self.input_ids.shape[1])
 
     @property
     def eos_ids(self) -> list[int]:
         """The ids that end a sequence."""
-        ends = [criterion for criterion in self.criteria if isinstance(criterion, EosTokenCriteria)]
-        return sorted({int(token) for criterion in ends for token in criterion.eos_token_id})
+        ends = [c.eos_token_id for c in self.criteria if isinstance(c, generation.EosTokenCriteria)]
+        return sorted({int(token) for tokens in ends for token in tokens})
 
     @property
     def host_criteria(self) -> list[StoppingCriteria]:
         """Criteria that have to be asked for every token."""
-        return [c for c in self.criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+        return [c for c in self.criteria if type(c) not in (generation.MaxLengthCriteria, generation.EosTokenCriteria)]
 
     @property
     def pad_id(self) -> int:
@@ -251,9 +241,7 @@ class Prepared:
         if mode not in ("greedy_search", "sample"):
             raise InputError(_refusal(model, mode.replace("_", " "), "it decodes greedily, or by sampling"))
         looked_at = REFUSED.keys() - _BY_PROCESSORS - (set() if self.config.return_dict_in_generate else _OUTPUTS)
-        for name in sorted(looked_at):
-            if asks_for(name, getattr(self.config, name, None)):
-                raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
+        _refuse(model, sorted(looked_at), vars(self.config))
         longest = self.input_ids.shape[1] + self.max_new_tokens
         if longest > decoder.max_length:
             raise InputError(
@@ -269,11 +257,11 @@ class Prepared:
         if self.config.do_sample:
             options |= {"temperature": 1.0, **{WARPERS[type(p)]: getattr(p, WARPERS[type(p)]) for p in last}}
         for processor in first:
-            options |= self._processing(processor) or {}
-        if between and isinstance(between[-1], PrefixConstrainedLogitsProcessor):
+            options |= read_processor(processor, self) or {}
+        if between and isinstance(between[-1], generation.PrefixConstrainedLogitsProcessor):
             # It looks at its place in the batch, and processors on the host see one sequence.
             options["prefix_allowed_tokens_fn"] = between.pop()._prefix_allowed_tokens_fn
-        if any(isinstance(processor, PrefixConstrainedLogitsProcessor) for processor in between):
+        if any(isinstance(processor, generation.PrefixConstrainedLogitsProcessor) for processor in between):
             raise InputError("prefix_allowed_tokens_fn goes behind all other processors on the host; leave one out.")
         return with_padded_ngrams(options, self) | {"logits_processor": between}
 
@@ -282,18 +270,13 @@ class Prepared:
         names = ("output_scores", "output_logits")
         return {n: bool(self.config.return_dict_in_generate and getattr(self.config, n)) for n in names}
 
-    def _processing(self, processor: LogitsProcessor) -> dict[str, Any] | None:
-        """A processor as options of the decoder; None if there are none that do the same."""
-        reader = READERS.get(type(processor))
-        return None if reader is None else reader(processor, self)
-
     def output(self, out: GenerateOutput) -> Any:
         """The return value of ``generate``: int64 ``[B, S + N]``, or the output class with it."""
         padded = torch.nn.utils.rnn.pad_sequence(out.new_tokens, batch_first=True, padding_value=self.pad_id)
         sequences = torch.cat([self.input_ids, padded.to(self.input_ids.device)], dim=1)
         if not self.config.return_dict_in_generate:
             return sequences
-        return GenerateDecoderOnlyOutput(sequences=sequences, scores=out.scores, logits=out.logits)
+        return generation.GenerateDecoderOnlyOutput(sequences=sequences, scores=out.scores, logits=out.logits)
 
     def _parts(self) -> tuple[list[LogitsProcessor], list[Any], list[LogitsProcessor]]:
         """The processors: those that the step has in front, those for the host, and those that verification has.
@@ -309,8 +292,8 @@ class Prepared:
             end -= 1
         end = len(processors) if shown and not self.config.do_sample else end
         begin = 0
-        while begin < end and self._processing(processors[begin]) is not None:
-            if not _in_order(processors[: begin + 1], READERS):
+        while begin < end and read_processor(processors[begin], self) is not None:
+            if not _in_order(processors[: begin + 1], OPTION_OF):
                 break
             begin += 1
         between = processors[begin:end]
@@ -327,5 +310,5 @@ def _in_order(processors: Sequence[LogitsProcessor], known: Mapping[type[LogitsP
 def _is_plain(processor: LogitsProcessor) -> bool:
     """Whether what it filters gets the probability 0, and nothing else is kept."""
     values: Mapping[str, Any] = vars(processor)
-    keeps_more = values.get("min_tokens_to_keep", 1) > 1 and not isinstance(processor, TopKLogitsWarper)
+    keeps_more = values.get("min_tokens_to_keep", 1) > 1 and not isinstance(processor, generation.TopKLogitsWarper)
     return values.get("filter_value", -float("inf")) == -float("inf") and not keeps_more
