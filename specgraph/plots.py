@@ -65,13 +65,12 @@ def draw_acceptance(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None:
 def draw_times(axes: Axes, labels: Sequence[str], ms: Sequence[float], limits: Sequence[float]) -> None:
     """Bars for times in milliseconds, from top to bottom, each with a mark at its limit."""
     places = range(len(labels))
-    axes.barh(places, ms, color="tab:blue", label="measured")
+    axes.barh(places, ms, color="tab:blue", tick_label=labels, label="measured")
     axes.scatter(limits, places, marker="|", s=200, color="tab:red", zorder=3, label="limit")
     for place, value, limit in zip(places, ms, limits, strict=True):
         ratio = "" if math.isnan(limit) else f" ({value / limit:.2f} x limit)"
         axes.text(value, place, f" {value:.3g}{ratio}", va="center", fontsize="small")
-    axes.set(xlabel="ms per step", yticks=places)
-    axes.set_yticklabels(labels)
+    axes.set(xlabel="ms per step")
     axes.invert_yaxis()
     axes.margins(x=0.4)
     axes.legend(fontsize="small", loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

@@ -22,7 +22,7 @@ def transformers_generate(
     generation, with its defaults; it takes one prompt at a time. ``options`` go to ``generate`` as they are.
     """
     width = max(map(len, prompts))
-    pad = _pad_id(model)
+    pad = int(model.generation_config.pad_token_id or 0)  # any id will do where the mask says that it is padding
     ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0), value=pad) for prompt in prompts])
     mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts])
     given = {"attention_mask": mask.long().to(model.device), "pad_token_id": pad, **options}
@@ -32,12 +32,6 @@ def transformers_generate(
     rows: Tensor = generate(ids.to(model.device), **given)
     eos = options.get("eos_token_id", getattr(model.generation_config, "eos_token_id", None))
     return [_until_eos(eos, row[width:].cpu()) for row in rows]
-
-
-def _pad_id(model: PreTrainedModel) -> int:
-    """Any id will do where the mask says that it is padding."""
-    pad = getattr(model.generation_config, "pad_token_id", None)
-    return 0 if pad is None else int(pad)
 
 
 def _until_eos(eos: int | list[int] | None, tokens: Tensor) -> Tensor:

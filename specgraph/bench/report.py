@@ -160,14 +160,11 @@ def plot_ratios(path: str, title: str, rows: Sequence[Row]) -> None:
     """Draw the ratios of times to their limits, where the times differ by orders of magnitude."""
     figure = new_figure(7, 1 + 0.3 * len(rows))
     axes = figure.subplots()
-    places = range(len(rows))
-    axes.barh(places, [row["ratio"] for row in rows], color="tab:blue")
+    labels, ratios = [row.label for row in rows], [row["ratio"] for row in rows]
+    bars = axes.barh(range(len(rows)), ratios, color="tab:blue", tick_label=labels)
+    axes.bar_label(bars, [f" {row.time}" for row in rows])
     axes.axvline(1.0, color="tab:red", linestyle="--")
-    for place in places:
-        axes.text(rows[place]["ratio"], place, f" {rows[place].time}", va="center")
-    axes.set(xlabel="time over its limit", yticks=places)
-    axes.set_yticklabels([row.label for row in rows])
+    axes.set(xlabel="time over its limit", title=title)
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set(title=title)
     save(figure, path)

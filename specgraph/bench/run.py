@@ -10,22 +10,12 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specgraph.bench import report
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.cpu import GENERATE, bench_cpu
 from specgraph.bench.first_token import bench_first_token
 from specgraph.bench.models import SHAPES
-from specgraph.bench.report import (
-    Plot,
-    Row,
-    about_decoder,
-    about_repeats,
-    about_run,
-    draft_name,
-    finish,
-    gather,
-    plot_ratios,
-    plot_times,
-)
+from specgraph.bench.report import Plot, Row
 from specgraph.bench.sessions import bench_sessions, file_workload, random_workload
 from specgraph.bench.steps import bench_steps, random_prompts
 from specgraph.bench.timing import measure_bandwidth, measure_matmul
@@ -67,10 +57,10 @@ def run(
         raise ConfigError(f"bench cpu measures on a CPU, and the model is on {device}; add device=cpu.")
     bandwidth = measure_bandwidth(device)
     rows, about, plot = _begin(model, options, config, prompts, bandwidth)
-    found = gather(rows)
+    found = report.gather(rows)
     if what == "tune":
         found.sort(key=lambda row: (row["batch"], -row["tokens_per_second"]))
-    finish(options, about_run(options, device, model.dtype, bandwidth) | about, found, plot)
+    report.finish(options, report.about_run(options, device, model.dtype, bandwidth) | about, found, plot)
     if what == "tune":
         print("\nFastest:\n" + "\n".join(recommendation(found)))
         return {row.label: f"{row['tokens_per_second']:.1f}" for row in found}
@@ -86,12 +76,12 @@ def _begin(
     vocab_size, lowering = int(model.config.get_text_config().vocab_size), {"lowering": config.lowering.name}
     match options.what:
         case "steps":
-            about = about_repeats(options) | about_decoder(config)
-            return bench_steps(model, options, config, bandwidth), about, plot_times
+            about = report.about_repeats(options) | report.about_decoder(config)
+            return bench_steps(model, options, config, bandwidth), about, report.plot_times
         case "first_token":
             rate = measure_matmul(model.device, model.dtype)
-            about = {"draft": draft_name(config), **lowering, "matmul_tflop_per_s": rate / 1e12}
-            return bench_first_token(model, options, config, bandwidth, rate), about, plot_ratios
+            about = {"draft": report.draft_name(config), **lowering, "matmul_tflop_per_s": rate / 1e12}
+            return bench_first_token(model, options, config, bandwidth, rate), about, report.plot_ratios
         case "sessions":
             work = random_workload(options, vocab_size) if prompts is None else file_workload(options, prompts)
             about = {
@@ -100,7 +90,11 @@ def _begin(
                 "prompt_tokens": sum(map(len, work.prompts)),
                 "max_batch_size": config.max_batch_size,
             }
-            return bench_sessions(model, work, options, config, bandwidth), about | about_decoder(config), plot_ratios
+            return (
+                bench_sessions(model, work, options, config, bandwidth),
+                about | report.about_decoder(config),
+                report.plot_ratios,
+            )
         case "cpu":
             given = prompts or random_prompts(vocab_size, options.num_decoded, options.prompt_length)
             about = {"prompts": len(given), "new_tokens": options.new_tokens, "transformers": transformers.__version__}

@@ -255,7 +255,8 @@ def compilers() -> Iterator[Finding]:
         yield Finding("C++ (CPU)", missing, f"For faster decoding on the CPU: {missing}")
     else:
         refused = _refused_by(compiler())
-        text = f"{compiler()}: {_first_line(_output([compiler(), '--version']))}"
+        done = _run([compiler(), "--version"], 60)
+        text = f"{compiler()}: {_first_line(done.stdout or done.stderr)}"
         advice = f"Repair the C++ compiler {compiler()}, or decode with lowering=eager: it fails with {refused}"
         yield Finding("C++ (CPU)", text if refused is None else f"{text}; it does not compile: {refused}",
                       None if refused is None else advice)  # fmt: skip
@@ -370,11 +371,6 @@ def _run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[
         return subprocess.CompletedProcess(command, 124, "", f"it took more than {seconds:.0f} s")
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))
-
-
-def _output(command: Sequence[str]) -> str:
-    done = _run(command, 60)
-    return done.stdout or done.stderr
 
 
 def _first_line(text: str) -> str:

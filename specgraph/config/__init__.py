@@ -5,20 +5,13 @@ The YAML files under ``specgraph.conf`` hold the defaults and presets. The class
 pass of that name.
 """
 
-from specgraph.config.compose import compose as compose
-from specgraph.config.draft import DraftConfig as DraftConfig
-from specgraph.config.draft import ParallelDraftConfig as ParallelDraftConfig
-from specgraph.config.groups import group_choices as group_choices
-from specgraph.config.groups import presets as presets
-from specgraph.config.load import ConfigLike as ConfigLike
-from specgraph.config.load import check_no_keys as check_no_keys
-from specgraph.config.load import load_config as load_config
-from specgraph.config.load import to_config as to_config
-from specgraph.config.lowering import choose_lowering as choose_lowering
-from specgraph.config.lowering import settle_lowering as settle_lowering
-from specgraph.config.schema import CacheConfig as CacheConfig
-from specgraph.config.schema import Config as Config
-from specgraph.config.schema import DebugConfig as DebugConfig
-from specgraph.config.schema import LoweringConfig as LoweringConfig
-from specgraph.config.schema import PipelineConfig as PipelineConfig
-from specgraph.config.schema import VerifyConfig as VerifyConfig
+from specgraph.config.compose import compose
+from specgraph.config.draft import DraftConfig, ParallelDraftConfig
+from specgraph.config.groups import group_choices, presets
+from specgraph.config.load import ConfigLike, check_no_keys, load_config, to_config
+from specgraph.config.lowering import choose_lowering, settle_lowering
+from specgraph.config.schema import CacheConfig, Config, DebugConfig, LoweringConfig, PipelineConfig, VerifyConfig
+
+__all__ = ["CacheConfig", "Config", "ConfigLike", "DebugConfig", "DraftConfig", "LoweringConfig", "ParallelDraftConfig",
+           "PipelineConfig", "VerifyConfig", "check_no_keys", "choose_lowering", "compose", "group_choices",
+           "load_config", "presets", "settle_lowering", "to_config"]  # fmt: skip

@@ -35,8 +35,7 @@ class NGramConfig(DraftConfig):
     def check(self) -> None:
         """Raise ``ConfigError`` for lengths that make no sense."""
         super().check()
-        if self.min_ngram < 1:
-            raise ConfigError(f"draft.min_ngram must be at least 1, got {self.min_ngram}.")
+        at_least_one("draft.min_ngram", self.min_ngram)
         if self.max_ngram < self.min_ngram:
             raise ConfigError(f"draft.max_ngram ({self.max_ngram}) is below draft.min_ngram.")
 
