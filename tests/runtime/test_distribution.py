@@ -23,11 +23,15 @@ from specgraph.runtime.outputs.stats import Stats
 from tests.decoding import CONFIG, compiled
 from tests.models import make_model
 
-VOCAB, LENGTH, BATCH, RUNS = 5, 4, 8192, 12
-PROMPT = torch.tensor([3, 1, 4])
-FEWER, UP = {1: 3, 4000: 1, 6000: 2}, {1: 3, 5000: 1, 7000: 2}
-"""K by load, which changes while sequences enter and while they end: steps decode about 2730, 5460, 7650, 6450, 3670
-and 960 of them for a draft that is like the target, and 2730, 5460, 8190, 7880, 5120 and 2430 for the opposite one."""
+VOCAB, LENGTH, BATCH = 3, 4, 8192
+RUNS = {0: 5, 2: 7}
+"""Runs by top-k, which leaves fewer continuations: 16 and not 81. A relative deviation of 4.2% of every probability is
+found with a probability of 0.9, and one of 2.6% with top-k. More tokens would need more sequences for that."""
+PROMPT = torch.tensor([2, 0, 1])
+FEWER, UP = {1: 3, 4000: 1, 5500: 2}, {1: 3, 5000: 1, 6500: 2}
+"""K by load, which changes while sequences enter and while they end. Behind their prompts, steps decode about 2730,
+4370, 5940, 3170 and 440 of them for a draft that is like the target, and 2730, 5300, 7060, 4310 and 1610 for the other.
+"""
 ENDS = "ends"
 """Chains of at most three drafts, which end where the draft is not sure."""
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
@@ -88,10 +92,10 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
     [
         ("strict", "draft_model", 1, 2, 1.0, 0),
         ("probabilistic", "ngram", None, 2, 1.0, 0),
-        ("probabilistic", "draft_model", -1, 3, 0.7, 3),
+        ("probabilistic", "draft_model", -1, 3, 0.7, 2),
         ("block", "draft_model", 1, 2, 1.0, 0),
         ("probabilistic", "draft_model", 1, FEWER, 1.0, 0),
-        ("block", "draft_model", -1, UP, 0.7, 3),
+        ("block", "draft_model", -1, UP, 0.7, 2),
         ("probabilistic", "draft_model", 1, ENDS, 1.0, 0),
         ("block", "draft_model", 1, ENDS, 1.0, 0),
     ],
@@ -107,26 +111,29 @@ def test_joint_distribution_over_several_steps(
     loaded = None if draft is None else opposite() if draft < 0 else model(draft)
     extra: dict[str, Any] = {"verify": {"rule": rule}, "max_batch_size": BATCH}
     decoder = compiled(model(0), kind, k, loaded, **extra) if k != ENDS else ending(rule)  # type: ignore[arg-type]
-    counts, last = sampled(decoder, RUNS, temperature, top_k)
-    assert counts.sum() >= 90_000
+    counts, last = sampled(decoder, RUNS[top_k], temperature, top_k)
+    assert counts.sum() >= 40_000
     if k == ENDS:
         assert len(last.steps_by_drafts) > 1
         assert decoder._program.drafter.least_survival == 0.3
     assert not isinstance(k, dict) or {mode.drafts for mode in decoder._step_cache.steps} == {2, 1, None}
-    assert p_value(counts, exact_joint(temperature, top_k)) > 1e-3
+    p = p_value(counts, exact_joint(temperature, top_k))
+    print(f"p = {p:.3g}")
+    assert p > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_a_draft_that_is_left_out_because_of_its_own_value_is_found(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five runs are enough, since the counts are far off."""
+    """Two runs are enough, since the counts are far off."""
     right = step.where_surviving
 
     def biased(token: Tensor, before: Tensor) -> Tensor:
-        return right(torch.where(token < 2, -1, token), before)
+        return right(torch.where(token < 1, -1, token), before)
 
     monkeypatch.setattr(draft_model, "least_survival", lambda *models: 0.3)
     monkeypatch.setattr(step, "where_surviving", biased)
-    counts, _ = sampled(ending(rule), 5, 1.0, 0)
+    counts, _ = sampled(ending(rule), 2, 1.0, 0)
+    print(f"p = {p_value(counts, exact_joint(1.0, 0)):.3g}")
     assert p_value(counts, exact_joint(1.0, 0)) < 1e-9
 
 
