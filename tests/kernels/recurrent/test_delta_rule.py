@@ -25,9 +25,9 @@ from specgraph.kernels.state import RECURRENT
 from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run, unsettled
 
 KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 40, 6
-LENGTHS = {"reference": (1, 5, CHUNK, 3 * CHUNK + 5), "triton": (1, CHUNK, 2 * CHUNK + 5)}
+LENGTHS = {"reference": (1, 5, CHUNK, 3 * CHUNK + 5), "triton": (1, CHUNK, 2 * CHUNK + 9)}
 LENGTHS["cpu"] = LENGTHS["reference"]
-MORE = {"reference": 24, "triton": 12, "cpu": 24}
+MORE = {"reference": 24, "triton": 9, "cpu": 24}
 """Prompts, and how much further every sequence is decoded, which is across a boundary; less in the interpreter."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -185,10 +185,12 @@ COVERED = [
     (*form, *plan)
     for form in FORMS
     for plan in PLANS
-    if (form[0] != "cpu" or plan[2] is None) and ((form[0], form[3]) != ("triton", "drafts") or plan[0] == 3)
+    if (form[0] != "cpu" or plan[2] is None)
+    and ((form[0], form[3]) != ("triton", "drafts") or plan[0] == 3)
+    and ((form[0], form[3]) != ("triton", "mixed") or plan not in (PLANS[1], PLANS[5]))
 ]
 """On a CPU, gates per channel are computed by the reference. Of the many calls of a draft model, which take long in the
-interpreter, there is one K."""
+interpreter, there is one K. Other calls of every K and every kind of gate are there, but not all combinations."""
 
 
 @pytest.mark.parametrize(("form", "dtype", "near", "accept", "k", "corrected", "channels"), COVERED)
@@ -218,11 +220,11 @@ def test_no_bit_depends_on_the_history(form: str, corrected: bool, channels: flo
     groups = 1 if form == "triton" else KEY_HEADS
     given: dict[str, Any] = {"corrected": corrected, "channels": channels, "groups": groups}
     wanted, _, _ = decode(form, torch.float32, 7, "all", **given)
-    # A step of more rows than half a chunk runs the kernel for prompts. Kernels of other rules share what a history
-    # changes, so that every other history is enough for them in the interpreter.
-    histories = [(0, "all"), (1, "none"), (3, "mixed"), (3, "drafts"), (9, "all")]
-    usual = corrected and channels is None
-    for cuts, (k, accept) in enumerate(histories if usual or form == "cpu" else histories[::2]):
+    # A step of more rows than half a chunk runs the kernel for prompts, which gates per channel have for every step.
+    # Kernels of other rules share what a history changes, so that fewer are enough for them in the interpreter.
+    histories = [(0, "all"), (3, "mixed"), (9, "all"), (1, "none"), (3, "drafts")]
+    fewer = {(True, None): 5, (False, None): 3, (True, STRONG): 2}[corrected, channels]
+    for cuts, (k, accept) in enumerate(histories if form == "cpu" else histories[:fewer]):
         outs, _, _ = decode(form, torch.float32, k, accept, cuts=cuts, **given)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
     # A program of Triton's sees one sequence, but a library's product has all rows of a call.
@@ -235,12 +237,12 @@ def test_no_bit_depends_on_the_history(form: str, corrected: bool, channels: flo
 @pytest.mark.parametrize("corrected", [True, False])
 def test_no_bit_depends_on_the_history_of_rows_in_bfloat16(corrected: bool) -> None:
     """A step reads its state in parts, of which there are two here."""
-    options: dict[str, Any] = {"corrected": corrected, "asked": torch.bfloat16}
+    options: dict[str, Any] = {"corrected": corrected, "asked": torch.bfloat16, "groups": 1}
     wanted, _, _ = decode("triton", torch.float32, 9, "all", **options)
     for seed, out in enumerate(wanted):
         q, k, v, gate, rate = rows_of(LENGTHS["triton"][seed] + MORE["triton"], seed)
         rows = q.bfloat16().double(), k.bfloat16().double(), v, gate, rate
-        assert_near(out, whole(rows, corrected=corrected), 1e-5)
+        assert_near(out, whole(rows, corrected=corrected)[:, : HEADS // KEY_HEADS], 1e-5)
     outs, _, _ = decode("triton", torch.float32, 3, "mixed", cuts=1, **options)
     assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
 
@@ -251,11 +253,12 @@ def whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     here = sys.modules[__name__]
     for name, value in {"KEY": 32, "VALUE": 32, "SCALE": 32**-0.5}.items():
         monkeypatch.setattr(here, name, value)
-    monkeypatch.setitem(LENGTHS, "triton", (3 * CHUNK + 5,))
+    monkeypatch.setitem(LENGTHS, "triton", (3 * CHUNK + 9,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize(
+    ("corrected", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.bfloat16)]
+)
 @pytest.mark.usefixtures("whole_tiles")
 def test_chunks_that_are_loaded_without_masks_have_the_same_bits(corrected: bool, dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"corrected": corrected, "asked": torch.bfloat16, "groups": 1}
