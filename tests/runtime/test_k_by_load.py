@@ -35,6 +35,8 @@ OPTIONS: list[dict[str, Any]] = [
     }
     for index in range(len(PROMPTS))
 ]
+EACH = {name: [options[name] for options in OPTIONS] for name in ("max_new_tokens", "temperature", "seed")}
+"""The same for a call with all of them."""
 KINDS = [
     ("ngram", None),
     ("suffix", None),
@@ -63,19 +65,14 @@ def captured(tested: SpeculativeDecoder) -> SpeculativeDecoder:
     return tested
 
 
-def alone(tested: SpeculativeDecoder) -> list[list[int]]:
-    """What each sequence gives by itself."""
-    found = []
+@functools.cache
+def plain() -> list[list[int]]:
+    """What each sequence gives by itself without drafts."""
+    tested, found = compiled(model("llama"), "none", max_length=64), []
     for prompt, options in zip(PROMPTS, OPTIONS, strict=True):
         out = tested.generate([prompt], **{**options, "seed": [options["seed"]]})
         found.append(out.new_tokens[0].tolist())
     return found
-
-
-@functools.cache
-def plain() -> list[list[int]]:
-    """What each sequence gives by itself without drafts, as with a fixed K (``tests/drafters/test_matrix.py``)."""
-    return alone(compiled(model("llama"), "none", max_length=64))
 
 
 def in_a_session(tested: SpeculativeDecoder, seed: int = 0) -> tuple[list[list[int]], set[int]]:
@@ -97,8 +94,10 @@ def in_a_session(tested: SpeculativeDecoder, seed: int = 0) -> tuple[list[list[i
 
 @pytest.mark.parametrize(("drafter", "first"), KINDS)
 def test_under_strict_no_token_changes(drafter: str, first: str | None) -> None:
+    """A session ends with a single sequence. ``tests/drafters/test_matrix.py`` has one alone, with a fixed K."""
     expected, tested = plain(), made(drafter, first)
-    assert alone(tested) == expected
+    out = tested.generate(PROMPTS, eos_token_id=[], **EACH)
+    assert [tokens.tolist() for tokens in out.new_tokens] == expected
     for both in (tested, captured(tested)):
         tokens, drafts = in_a_session(both)
         assert tokens == expected
@@ -172,8 +171,7 @@ def test_drafts_after_a_time_with_fewer_are_those_of_a_fresh_start(drafter: str,
 def test_statistics_count_what_each_step_verified() -> None:
     tested = made("dspark", table={1: 4, 2: 2, 4: 0})
     assert tested.config.draft.num_speculative_tokens == 4
-    each = {name: [options[name] for options in OPTIONS] for name in ("max_new_tokens", "temperature", "seed")}
-    stats = tested.generate(PROMPTS, eos_token_id=[], **each).stats
+    stats = tested.generate(PROMPTS, eos_token_id=[], **EACH).stats
     assert stats.num_speculative_tokens == 4 and len(stats.acceptance_per_position) == 4
     lengths = {len(step) for steps in stats.confidence for step in steps}
     assert lengths >= {0, 2} and lengths <= {0, 2, 4}
