@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -162,33 +163,40 @@ def _per_row(angles: Any, x: fx.Node) -> fx.Node:
     return node.args[0]
 
 
+@dataclass(frozen=True)
+class _Angles:
+    """How the argument of a cosine is computed: positions times frequencies, and the layout of the result."""
+
+    positions: fx.Node
+    max_position: int | None
+    frequencies: fx.Node
+    dtype: torch.dtype
+    layout: str
+
+
 def _fuse_angles(cos: fx.Node) -> None:
     (source,) = cos.all_input_nodes
     sines = [user for user in source.users if user.target is aten.sin.default]
     if len(sines) != 1:
         raise Mismatch(f"{cos.name} has no sine of the same angles")
-    positions, max_position, frequencies, wide, layout = _angles(source)
-    (end, *form), (sine_end, *sine_form) = (_scaled(node, layout) for node in (cos, sines[0]))
+    angles = _angles(source)
+    (end, *form), (sine_end, *sine_form) = (_scaled(node, angles.layout) for node in (cos, sines[0]))
     dtype = dtype_of(end)
     if form != sine_form or dtype is None or dtype != dtype_of(sine_end):
         raise Mismatch(f"{end.name} and {sine_end.name} are scaled, repeated or rounded differently")
     options: dict[str, Any] = {"dtype": dtype, **dict(zip(("scaling", "layout"), form, strict=True))}
-    if max_position is not None:
-        options["max_position"] = max_position
-    place = source.next
-    if torch.promote_types(dtype_of(frequencies) or torch.float32, torch.float32) != wide:
-        frequencies = insert(place, aten.to.dtype, (frequencies, wide))
-    both = insert(place, ANGLES, (positions, frequencies), options, "angles")
+    if angles.max_position is not None:
+        options["max_position"] = angles.max_position
+    place, frequencies = source.next, angles.frequencies
+    if torch.promote_types(dtype_of(frequencies) or torch.float32, torch.float32) != angles.dtype:
+        frequencies = insert(place, aten.to.dtype, (frequencies, angles.dtype))
+    both = insert(place, ANGLES, (angles.positions, frequencies), options, "angles")
     for old, new in zip((end, sine_end), items(place, both, 2), strict=True):
         replace(old, new)
 
 
-def _angles(source: fx.Node) -> tuple[fx.Node, int | None, fx.Node, torch.dtype, str]:
-    """How ``source``, the argument of a cosine, is computed, read from its end upward.
-
-    The results are the positions ``[B, T]`` and their upper limit, the frequencies ``[F]``, the dtype of the product of
-    both, and the layout of ``source``.
-    """
+def _angles(source: fx.Node) -> _Angles:
+    """Read ``source``, the argument of a cosine, from its end upward."""
     product, layout = _layout(source)
     if layout is None:
         raise Mismatch(f"{source.name} does not repeat the angles in halves or in pairs")
@@ -211,7 +219,7 @@ def _angles(source: fx.Node) -> tuple[fx.Node, int | None, fx.Node, torch.dtype,
         raise unlike
     if table.device != value.device:
         raise Mismatch(f"{frequencies.name} is on another device")
-    return positions, limit, frequencies, value.dtype, layout
+    return _Angles(positions, limit, frequencies, value.dtype, layout)
 
 
 def _layout(node: fx.Node) -> tuple[Any, str | None]:
