@@ -46,6 +46,10 @@ class _State(NamedTuple):
     types: list[type[nn.Module]]
     hooks: list[Any]
 
+    def copied(self) -> _State:
+        """With copies of the dictionaries, which modules change in place."""
+        return self._replace(children=[*map(dict, self.children)], hooks=[*map(dict, self.hooks)])
+
 
 class ModelGuard:
     """What compiled models consisted of: their modules, and the tensors that were traced."""
@@ -74,7 +78,7 @@ class ModelGuard:
         self._described = [*map(self._looks, self._tensors())]
         # A CUDA graph reads memory. Without one, a step reads tensors, and so the memory that they have got since.
         self._followed = frozenset[int]() if last.captured else _read(last)
-        self._before = self._now([*map(dict, self._children)], [*map(dict, self._hooks)])
+        self._before = self._now().copied()
 
     def check(self) -> None:
         """Look whether everything is in its place.
@@ -82,24 +86,25 @@ class ModelGuard:
         Raises:
             InputError: names what was changed, and says to compile again.
         """
-        if self._now(self._children, self._hooks) != self._before:
+        now = self._now()
+        if now != self._before:
             changes = (self._changed_modules(), self._changed_hooks(), self._changed_tensors())
             change = next(itertools.chain(*changes), None)
             if change is not None:
                 raise InputError(f"{change} {_ADVICE}")
-            self._before = self._now([*map(dict, self._children)], [*map(dict, self._hooks)])
+            self._before = now.copied()
 
     def _tensors(self) -> Iterator[Any]:
         return map(dict.get, self._places, self._keys)
 
-    def _now(self, children: list[Any], hooks: list[Any]) -> _State:
-        """What is compared at every call; ``children`` and ``hooks`` are those of the modules, or copies of these."""
+    def _now(self) -> _State:
+        """What is compared at every call, with the dictionaries that modules have themselves."""
         try:
             pointers = [*map(Tensor.data_ptr, self._tensors())]
         except TypeError:
             pointers = []
         forwards = [*map(dict.get, self._attributes, itertools.repeat(_FORWARD))]
-        return _State(pointers, children, forwards, [*map(type, self._modules)], hooks)
+        return _State(pointers, self._children, forwards, [*map(type, self._modules)], self._hooks)
 
     def _changed_modules(self) -> Iterator[str]:
         """The beginning of a sentence for every module that is another one now."""
