@@ -129,14 +129,14 @@ def _patching_here(patch: Callable[..., None]) -> Callable[..., None]:
     return patch_method
 
 
-def own_copy(module: _Module, shared: type[Tensor] = Tensor) -> _Module:
+def own_copy(module: _Module, shared: type[Tensor] | tuple[()] = Tensor) -> _Module:
     """The same module made of objects of its own, with the same tensors.
 
     Submodules, configurations, hooks and whatever else the modules hold are copied, so that nothing done to the copy
     reaches the module, except for values that are written into its tensors. What cannot be copied is shared.
 
-    ``shared`` is the class of the tensors that are not copied. A copy that shares only its parameters may run a forward
-    pass that writes into buffers, as some rotary embeddings do.
+    ``shared`` is the class of the tensors that are not copied; with () all are copied. A copy that shares only its
+    parameters may run a forward pass that writes into buffers, as some rotary embeddings do.
     """
     modules = [*module.modules()]
     copies: dict[int, Any] = {id(one): object.__new__(type(one)) for one in modules}

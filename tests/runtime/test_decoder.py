@@ -13,6 +13,7 @@ from torch import Tensor
 
 import specgraph
 from specgraph import NumericsError, SpeculativeDecoder
+from specgraph.compiler import selfcheck
 from specgraph.runtime.execution.engine import Engine
 from tests.decoding import CONFIG, compiled, reference_greedy
 from tests.models import make_model, ragged_prompts, shared_model
@@ -350,8 +351,11 @@ def test_variants_of_the_step_are_made_where_numerics_are_checked(options: dict[
     assert all(map(torch.equal, a, b))
 
 
-def test_self_check_refuses_what_decodes_differently_with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("llama", sliding_window=None)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_self_check_refuses_what_decodes_differently_with_a_cache(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama", sliding_window=None).to(dtype)
     attention = model.model.layers[1].self_attn
     original = attention.forward
 
@@ -385,3 +389,13 @@ def test_self_check_refuses_positions_from_somewhere_else(monkeypatch: pytest.Mo
 def test_self_check_passes_and_is_reported(architecture: str) -> None:
     made = specgraph.compile_speculative(shared_model(architecture))
     assert "agrees with its own forward" in made.report()
+
+
+def test_self_check_of_half_precision_is_decided_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(selfcheck.TOLERANCE, torch.bfloat16, 1e-7)
+    model = make_model("gemma3").to(torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = specgraph.compile_speculative(model)
+    assert "random tokens in float32" in made.report()
+    after = model.state_dict()
+    assert all(after[name].dtype == old.dtype and torch.equal(after[name], old) for name, old in before.items())
