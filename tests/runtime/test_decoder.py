@@ -393,7 +393,7 @@ def test_self_check_passes_and_is_reported(architecture: str) -> None:
 
 def test_self_check_of_half_precision_is_decided_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(selfcheck.TOLERANCE, torch.bfloat16, 1e-7)
-    model = make_model("gemma3").to(torch.bfloat16)
+    model = make_model("gemma3_text").to(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = specgraph.compile_speculative(model)
     assert "random tokens in float32" in made.report()
