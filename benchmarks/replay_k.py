@@ -113,6 +113,9 @@ def main() -> None:
     parser.add_argument("--rows", type=float, nargs="+", default=[1, 3, 5])
     parser.add_argument("--prices", type=float, nargs="+", default=[1, 1.42, 1.65], help="of steps of so many rows")
     given = parser.parse_args()
+    most = given.batch * (given.k + 1)
+    if max(given.rows) < most:
+        parser.error(f"--rows end at {max(given.rows):g}, and a step of --batch and --k has up to {most}.")
     prices = Prices(given.rows, given.prices)
     for name, written in write(given):
         for length in (given.new_tokens, SHORT):

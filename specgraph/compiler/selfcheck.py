@@ -64,8 +64,8 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
     length = min(wanted, limits.max_length, traced.info.max_positions or wanted, config.debug.self_check_tokens)
     refusal, precision = _difference(model, traced, length, config), ""
     if refusal is not None and torch.finfo(traced.info.dtype).bits == 16:
-        wide = own_copy(model, shared=()).float()
-        refusal, precision = _difference(wide, trace(wide, config.max_length), length, config), " in float32"
+        wide, rope = own_copy(model, shared=()).float(), traced.info.rope
+        refusal, precision = _difference(wide, trace(wide, rope and rope.length), length, config), " in float32"
     if refusal is not None:
         raise UnsupportedModelError(refusal)
     skipped = sorted(w for w in windows if w >= length)
@@ -91,8 +91,10 @@ def _difference(model: PreTrainedModel, traced: TracedModel, length: int, config
                 f"{traced.info.name} does not run on {length} random tokens: {reason}"
             ) from error
     _check_numbers(model, expected)
-    pairs = enumerate(zip(actual, expected, strict=True))
-    return next(filter(None, (_compare(traced, index, ours, theirs) for index, (ours, theirs) in pairs)), None)
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        if (refusal := _compare(traced, index, ours, theirs)) is not None:
+            return refusal
+    return None
 
 
 def _check_numbers(model: PreTrainedModel, states: list[Tensor]) -> None:
