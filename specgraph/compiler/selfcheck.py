@@ -65,7 +65,8 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
     refusal, precision = _difference(model, traced, length, config), ""
     if refusal is not None and torch.finfo(traced.info.dtype).bits == 16:
         wide, rope = own_copy(model, shared=()).float(), traced.info.rope
-        refusal, precision = _difference(wide, trace(wide, rope and rope.length), length, config), " in float32"
+        again = trace(wide, rope.length if rope else None)
+        refusal, precision = _difference(wide, again, length, config), " in float32"
     if refusal is not None:
         raise UnsupportedModelError(refusal)
     skipped = sorted(w for w in windows if w >= length)
