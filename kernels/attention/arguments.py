@@ -122,12 +122,14 @@ def _check_angles(name: str, angles: Tensor, q: Tensor) -> None:
 
 
 class Cached(Protocol):
-    """What every op takes that reads or writes a cache."""
+    """What every op takes that reads or writes a cache: new keys and values, their angles or None, and the caches."""
 
     k: Tensor
     v: Tensor
     k_cache: Tensor
     v_cache: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
 
 
 def check_caches(given: Cached) -> None:

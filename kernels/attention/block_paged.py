@@ -31,6 +31,7 @@ from specgraph.kernels.attention import paged
 from specgraph.kernels.attention.block_arguments import PagedBlockAttention, WriteContext
 from specgraph.kernels.attention.decode import attend_work_units, load_pages, split_begin, write_cache_kernel
 from specgraph.kernels.attention.paged import WRITTEN_TOKENS, Tiling
+from specgraph.kernels.attention.tensors import Cache, Heads, new_and_cached
 from specgraph.kernels.attention.tiles import (
     add_block,
     empty_state,
@@ -42,21 +43,22 @@ from specgraph.kernels.attention.tiles import (
     sum_of_keys,
 )
 from specgraph.kernels.attention.work_units import divide_context, is_last, merge_work_units
-from specgraph.kernels.launch import arrival_counters, contiguous, dense_rows, gdc_launch_dependents, gdc_wait, launch
+from specgraph.kernels.launch import arrival_counters, contiguous, gdc_launch_dependents, gdc_wait, launch
 
 
 @triton.jit
 def _load_block(
-    k, v, cos, sin, angles, T, k_t, v_t, angle_t,
+    k, v, angles, batch, head, T,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr, NEW: tl.constexpr,
 ):
-    """Keys ``[NEW, DP]``, rotated, and values ``[NEW, DVP]`` of the ``T`` <= ``NEW`` tokens of a block."""
+    """Keys ``[NEW, DP]``, rotated, and values ``[NEW, DVP]`` of one head of the ``T`` <= ``NEW`` tokens of a block."""
     key = tl.arange(0, NEW)
     place, inside = key.to(tl.int64)[:, None], (key < T)[:, None]
     dim, value_dim = tl.arange(0, DP)[None, :], tl.arange(0, DVP)[None, :]
-    own_angles = angles + place * angle_t + dim
-    tile_k = load_rotated(k + place * k_t + dim, dim, cos, sin, own_angles, inside & (dim < D), D, ROTARY)
-    return tile_k, tl.load(v + place * v_t + value_dim, mask=inside & (value_dim < DV), other=0.0)
+    p_k, p_v = k.x + batch * k.batch + head * k.head, v.x + batch * v.batch + head * v.head
+    own_angles = batch * angles.batch + place * angles.token + dim
+    tile_k = load_rotated(p_k + place * k.token + dim, dim, angles, own_angles, inside & (dim < D), D, ROTARY)
+    return tile_k, tl.load(p_v + place * v.token + value_dim, mask=inside & (value_dim < DV), other=0.0)
 
 
 @triton.jit
@@ -86,9 +88,8 @@ def _attend_block(
 
 @triton.jit(do_not_specialize=["T", "max_splits", "max_work_units"])
 def block_attention_kernel(
-    q, k, v, cos, sin, k_cache, v_cache, block_table, positions, sinks, out, partials, counters,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
-    T, max_splits, max_work_units, scale,
+    q, k, v, angles, k_cache, v_cache, block_table, positions, sinks, out, partials, counters, table_b, T, max_splits,
+    max_work_units, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KV_SPLIT: tl.constexpr, SPLIT_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, NEW: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ANCHORED: tl.constexpr,
@@ -132,26 +133,23 @@ def block_attention_kernel(
     begin = split_begin(first_split, low, KV_SPLIT, BLOCK_N, WINDOW)
     table = block_table + batch * table_b
     pages = load_pages(table, begin, tl.where(program < programs, end, 0), BLOCK_SIZE, PAGES)
-    k_cache_head = k_cache + head * k_head
-    v_cache_head = v_cache + head * v_head
+    k_cache_head = Cache(k_cache.x + head * k_cache.head, k_cache.slot, k_cache.head)
+    v_cache_head = Cache(v_cache.x + head * v_cache.head, v_cache.slot, v_cache.head)
     # ---- load: q [DP, BLOCK_M], rotated; k [NEW, DP], rotated, and v [NEW, DVP] of the block
     q_head = head * GROUP + pair % GROUP
     dim = tl.arange(0, DP)[:, None]
-    p_q = (q + batch * q_b) + (q_head * q_h + query.to(tl.int64) * q_t)[None, :] + dim
-    angles = (batch * angle_b + query.to(tl.int64) * angle_t)[None, :] + dim
-    tile_q = load_rotated(p_q, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
+    p_q = (q.x + batch * q.batch) + (q_head * q.head + query.to(tl.int64) * q.token)[None, :] + dim
+    q_angles = (batch * angles.batch + query.to(tl.int64) * angles.token)[None, :] + dim
+    tile_q = load_rotated(p_q, dim, angles, q_angles, real[None, :] & (dim < D), D, ROTARY)
     # The block comes last, but its keys and values are requested with the queries: another wait would take as long.
-    own_k, own_v = _load_block(
-        k + batch * k_b + head * k_h, v + batch * v_b + head * v_h, cos, sin, batch * angle_b, T, k_t, v_t, angle_t,
-        D, DV, DP, DVP, ROTARY, NEW,
-    )
+    own_k, own_v = _load_block(k, v, angles, batch, head, T, D, DV, DP, DVP, ROTARY, NEW)
 
     task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
     m_i, l_i, acc = attend_work_units(
         tile_q, position, real, k_cache_head, v_cache_head, table, begin, pages, low, end, first,
-        last, splits_per_unit, first_work_unit, work_units, program, programs, partials, task, max_work_units, k_slot,
-        v_slot, scale, 0.0, D, DV, DP, DVP, BLOCK_SIZE, PAGES, KV_SPLIT, BLOCK_N, BLOCK_M, WINDOW, False, SHARED,
-        STAGES, OFFSET, BEHIND=True,
+        last, splits_per_unit, first_work_unit, work_units, program, programs, partials, task, max_work_units, scale,
+        0.0, D, DV, DP, DVP, BLOCK_SIZE, PAGES, KV_SPLIT, BLOCK_N, BLOCK_M, WINDOW, False, SHARED, STAGES, OFFSET,
+        BEHIND=True,
     )
 
     # ---- merge the block's own keys and values, and out = acc / l_i: [DVP, BLOCK_M]
@@ -178,14 +176,10 @@ def block_attention_kernel(
 
 def write_context_triton(given: WriteContext) -> None:
     """:class:`WriteContext` for float16, bfloat16 and float32."""
-    k, v = dense_rows(given.k), dense_rows(given.v)
-    batch, groups, length, _ = k.shape
-    cos, sin, *angle_strides = paged.angles_of(given.cos, given.sin)
+    batch, groups, length, _ = given.k.shape
     launch(
-        write_cache_kernel, (triton.cdiv(length, WRITTEN_TOKENS), batch * groups), k, v, cos, sin, given.k_cache,
-        given.v_cache, given.slots.contiguous(), *k.stride()[:3], *v.stride()[:3], *angle_strides,
-        *paged.cache_strides(given.k_cache, given.v_cache), length, TOKENS=WRITTEN_TOKENS,
-        **paged.write_constants(k, v, cos),
+        write_cache_kernel, (triton.cdiv(length, WRITTEN_TOKENS), batch * groups), *new_and_cached(given),
+        given.slots.contiguous(), length, TOKENS=WRITTEN_TOKENS, **paged.write_constants(given),
     )
 
 
@@ -195,26 +189,23 @@ def paged_block_attention_triton(given: PagedBlockAttention, *, tiling: Tiling |
     Of ``tiling``, ``write_first`` and ``prefill`` mean nothing here.
     """
     tiling = tiling or Tiling()
-    q, k, v = (dense_rows(x) for x in (given.q, given.k, given.v))
-    batch, heads, length, dim = q.shape
-    groups, value_dim, caches, block_table = k.shape[1], v.shape[3], (given.k_cache, given.v_cache), given.block_table
+    batch, heads, length, dim = given.q.shape
+    groups, value_dim, block_size = given.k.shape[1], given.v.shape[3], given.k_cache.shape[1]
     if max(dim, value_dim) > 256:
         raise ValueError(f"block attention has kernels for head dims up to 256, not {dim} and {value_dim}.")
-    out = q.new_empty(batch, length, heads, value_dim)
+    out = given.q.new_empty(batch, length, heads, value_dim)
     if batch * length == 0:
         return out
-    cos, sin, *angle_strides = paged.angles_of(given.cos, given.sin)
-    constants = {**paged.write_constants(k, v, cos), **paged.read_constants(given, tiling)}
-    pairs, sequences, block_size = length * heads // groups, batch * groups, caches[0].shape[1]
-    block_m = tiling.block_queries or paged.block_queries(pairs, sequences, q.dtype)
+    constants = {**paged.write_constants(given), **paged.read_constants(given, tiling)}
+    pairs, sequences, pages = length * heads // groups, batch * groups, given.block_table.shape[1]
+    block_m = tiling.block_queries or paged.block_queries(pairs, sequences, out.dtype)
     tiles = triton.cdiv(pairs, block_m)
-    splits, programs, work_units = paged.shares(tiles * sequences, block_table.shape[1] * block_size, tiling)
+    splits, programs, work_units = paged.shares(tiles * sequences, pages * block_size, tiling)
     partials = paged.partial_results(out, programs, tiles * sequences * work_units * block_m, constants["DVP"])
     launch(
-        block_attention_kernel, (tiles, sequences, programs), q, k, v, cos, sin, *caches,
-        *contiguous(given, "block_table", "positions", "sinks"), out, partials, arrival_counters(q.device),
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *angle_strides, *paged.cache_strides(*caches),
-        block_table.shape[1], length, splits, work_units, paged.score_factors(given.scale, None)[0],
+        block_attention_kernel, (tiles, sequences, programs), Heads.of(given.q), *new_and_cached(given),
+        *contiguous(given, "block_table", "positions", "sinks"), out, partials, arrival_counters(out.device), pages,
+        length, splits, work_units, paged.score_factors(given.scale, None)[0],
         BLOCK_M=block_m, NEW=max(16, triton.next_power_of_2(length)), CAUSAL=given.causal, ANCHORED=given.anchored,
         SHARED=programs > 1, PAGES=paged.pages_of(tiling.kv_split, block_size), **constants,
     )

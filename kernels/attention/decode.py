@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specgraph.kernels.attention.tensors import Cache
 from specgraph.kernels.attention.tiles import (
     add_block,
     empty_state,
@@ -40,33 +41,32 @@ from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _load_new_tokens(
-    p_k, p_v, cos, sin, angles, keep,
+    p_k, p_v, angles, at, keep,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr,
 ):
     """Load keys ``[TOKENS, DP]``, rotated, and values ``[TOKENS, DVP]`` of new tokens; zeros where not ``keep``."""
     dim = tl.arange(0, DP)[None, :]
-    tile_k = load_rotated(p_k + dim, dim, cos, sin, angles + dim, keep[:, None] & (dim < D), D, ROTARY)
+    tile_k = load_rotated(p_k + dim, dim, angles, at + dim, keep[:, None] & (dim < D), D, ROTARY)
     dim = tl.arange(0, DVP)[None, :]
     return tile_k, tl.load(p_v + dim, mask=keep[:, None] & (dim < DV), other=0.0)
 
 
 @triton.jit
 def _store_new_tokens(
-    tile_k, tile_v, k_cache, v_cache, slot, head, keep, k_slot, k_head, v_slot, v_head,
+    tile_k, tile_v, k_cache, v_cache, slot, head, keep,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
 ):
     """Write what :func:`_load_new_tokens` loaded to the cache at ``slot`` ``[TOKENS]``, where ``keep``."""
     slot = slot[:, None]
     dim = tl.arange(0, DP)[None, :]
-    tl.store(k_cache + slot * k_slot + head * k_head + dim, tile_k, mask=keep[:, None] & (dim < D))
+    tl.store(k_cache.x + slot * k_cache.slot + head * k_cache.head + dim, tile_k, mask=keep[:, None] & (dim < D))
     dim = tl.arange(0, DVP)[None, :]
-    tl.store(v_cache + slot * v_slot + head * v_head + dim, tile_v, mask=keep[:, None] & (dim < DV))
+    tl.store(v_cache.x + slot * v_cache.slot + head * v_cache.head + dim, tile_v, mask=keep[:, None] & (dim < DV))
 
 
 @triton.jit(do_not_specialize=["T"])
 def write_cache_kernel(
-    k, v, cos, sin, k_cache, v_cache, slots,
-    k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T,
+    k, v, angles, k_cache, v_cache, slots, T,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TOKENS: tl.constexpr,
     ROTARY: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -84,12 +84,11 @@ def write_cache_kernel(
     token = token.to(tl.int64)[:, None]
     # ---- k_cache[slot] = rotate(k), v_cache[slot] = v: [TOKENS, DP] and [TOKENS, DVP]
     tile_k, tile_v = _load_new_tokens(
-        k + batch * k_b + head * k_h + token * k_t, v + batch * v_b + head * v_h + token * v_t,
-        cos, sin, batch * angle_b + token * angle_t, slot >= 0, D, DV, DP, DVP, ROTARY,
+        k.x + batch * k.batch + head * k.head + token * k.token,
+        v.x + batch * v.batch + head * v.head + token * v.token,
+        angles, batch * angles.batch + token * angles.token, slot >= 0, D, DV, DP, DVP, ROTARY,
     )
-    _store_new_tokens(
-        tile_k, tile_v, k_cache, v_cache, slot, head, slot >= 0, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
-    )
+    _store_new_tokens(tile_k, tile_v, k_cache, v_cache, slot, head, slot >= 0, D, DV, DP, DVP)
 
 
 @triton.jit
@@ -109,7 +108,7 @@ def _slots_of(pages, begin, key_position, BLOCK_SIZE: tl.constexpr, PAGES: tl.co
 
 @triton.jit
 def attend_split(
-    tile_q, position, k_cache, v_cache, pages, begin, end, k_slot, v_slot, scale, cap,
+    tile_q, position, k_cache, v_cache, pages, begin, end, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, OFFSET: tl.constexpr, BEHIND: tl.constexpr,
@@ -132,8 +131,8 @@ def attend_split(
         in_range = (key_position < end)[:, None]
         # ---- load: k [BLOCK_N, DP] and v [BLOCK_N, DVP] of a block, from the slots of its positions
         slot = _slots_of(pages, begin, key_position, BLOCK_SIZE, PAGES).to(OFFSET)[:, None]
-        tile_k = tl.load(k_cache + slot * k_slot + dim, mask=in_range & (dim < D), other=0.0)
-        tile_v = tl.load(v_cache + slot * v_slot + value_dim, mask=in_range & (value_dim < DV), other=0.0)
+        tile_k = tl.load(k_cache.x + slot * k_cache.slot + dim, mask=in_range & (dim < D), other=0.0)
+        tile_v = tl.load(v_cache.x + slot * v_cache.slot + value_dim, mask=in_range & (value_dim < DV), other=0.0)
         if BEHIND:
             key_position = tl.where(key_position < end, key_position, 0x7FFFFFFF)  # behind every query
         # ---- s = k q^T: [BLOCK_N, BLOCK_M], and the online softmax of m_i, l_ij and acc
@@ -157,7 +156,7 @@ def split_begin(split, low, KV_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, WINDO
 @triton.jit
 def attend_work_units(
     tile_q, position, real, k_cache, v_cache, table, begin, pages, low, end, first, last, splits_per_unit,
-    first_work_unit, work_units, program, programs, partials, task, max_work_units, k_slot, v_slot, scale, cap,
+    first_work_unit, work_units, program, programs, partials, task, max_work_units, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAGES: tl.constexpr, KV_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr,
@@ -177,9 +176,8 @@ def attend_work_units(
             loop_bound(tl.maximum((first_work_unit + work_unit) * splits_per_unit, first)), loop_bound(past)
         ):
             m_split, l_split, acc_split = attend_split(
-                tile_q, position, k_cache, v_cache, pages, begin, tl.minimum(end, (split + 1) * KV_SPLIT), k_slot,
-                v_slot, scale, cap, D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_N, BLOCK_M, WINDOW, SOFTCAP, STAGES,
-                OFFSET, BEHIND,
+                tile_q, position, k_cache, v_cache, pages, begin, tl.minimum(end, (split + 1) * KV_SPLIT), scale,
+                cap, D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_N, BLOCK_M, WINDOW, SOFTCAP, STAGES, OFFSET, BEHIND,
             )
             m_unit, l_unit, acc_unit = merge(m_unit, l_unit, acc_unit, m_split, l_split, acc_split, scale, False)
             next_split = tl.where(
@@ -196,9 +194,8 @@ def attend_work_units(
 
 @triton.jit(do_not_specialize=["T", "max_splits", "max_work_units", "sequences"])
 def decode_attention_kernel(
-    q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, cu_seqlens, sinks, out, partials, counters,
-    sequences, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
-    T, max_splits, max_work_units, scale, cap,
+    q, k, v, angles, k_cache, v_cache, slots, block_table, positions, cu_seqlens, sinks, out, partials, counters,
+    sequences, table_b, T, max_splits, max_work_units, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KV_SPLIT: tl.constexpr, SPLIT_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
@@ -246,37 +243,34 @@ def decode_attention_kernel(
     begin = split_begin(first_split, low, KV_SPLIT, BLOCK_N, WINDOW)
     table = block_table + sequence * table_b
     pages = load_pages(table, begin, tl.where(program < programs, end, 0), BLOCK_SIZE, PAGES)
-    k_cache_head = k_cache + head * k_head
-    v_cache_head = v_cache + head * v_head
+    k_cache_head = Cache(k_cache.x + head * k_cache.head, k_cache.slot, k_cache.head)
+    v_cache_head = Cache(v_cache.x + head * v_cache.head, v_cache.slot, v_cache.head)
     # ---- load: q [DP, BLOCK_M], rotated; new k [WRITE, DP], rotated, and v [WRITE, DVP] of this program's KV splits
     if WRITE > 0:
         new_split = new_position // KV_SPLIT
         new_work_unit = tl.where(splits_per_unit == 1, new_split, new_split // SPLIT_GROUP) - first_work_unit
         owned = (new_slot >= 0) & (new_split >= first) & (new_split < last)
         owned = owned & (new_work_unit % tl.maximum(programs, 1) == program)
-        p_new_k = (k + batch * k_b + head * k_h) + (new_token.to(tl.int64) * k_t)[:, None]
-        p_new_v = (v + batch * v_b + head * v_h) + (new_token.to(tl.int64) * v_t)[:, None]
-        new_angles = (batch * angle_b + new_token.to(tl.int64) * angle_t)[:, None]
+        p_new_k = (k.x + batch * k.batch + head * k.head) + (new_token.to(tl.int64) * k.token)[:, None]
+        p_new_v = (v.x + batch * v.batch + head * v.head) + (new_token.to(tl.int64) * v.token)[:, None]
+        new_angles = (batch * angles.batch + new_token.to(tl.int64) * angles.token)[:, None]
     q_head = head * GROUP + pair % GROUP
     dim = tl.arange(0, DP)[:, None]
-    p_q = (q + batch * q_b) + (q_head * q_h + query.to(tl.int64) * q_t)[None, :] + dim
-    angles = (batch * angle_b + query.to(tl.int64) * angle_t)[None, :] + dim
+    p_q = (q.x + batch * q.batch) + (q_head * q.head + query.to(tl.int64) * q.token)[None, :] + dim
+    q_angles = (batch * angles.batch + query.to(tl.int64) * angles.token)[None, :] + dim
     if WRITE > 0:
-        tile_k, tile_v = _load_new_tokens(p_new_k, p_new_v, cos, sin, new_angles, owned, D, DV, DP, DVP, ROTARY)
-    tile_q = load_rotated(p_q, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
+        tile_k, tile_v = _load_new_tokens(p_new_k, p_new_v, angles, new_angles, owned, D, DV, DP, DVP, ROTARY)
+    tile_q = load_rotated(p_q, dim, angles, q_angles, real[None, :] & (dim < D), D, ROTARY)
     if WRITE > 0:
         # ---- k_cache[slot] = rotate(k), v_cache[slot] = v
-        _store_new_tokens(
-            tile_k, tile_v, k_cache, v_cache, new_slot, head, owned, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
-        )
+        _store_new_tokens(tile_k, tile_v, k_cache, v_cache, new_slot, head, owned, D, DV, DP, DVP)
         # Any thread of this program may read what the others have just written to the cache.
         tl.debug_barrier()
 
     m_i, l_i, acc = attend_work_units(
         tile_q, position, real, k_cache_head, v_cache_head, table, begin, pages, low, end, first,
-        last, splits_per_unit, first_work_unit, work_units, program, programs, partials, task, max_work_units, k_slot,
-        v_slot, scale, cap, D, DV, DP, DVP, BLOCK_SIZE, PAGES, KV_SPLIT, BLOCK_N, BLOCK_M, WINDOW, SOFTCAP, SHARED,
-        STAGES, OFFSET,
+        last, splits_per_unit, first_work_unit, work_units, program, programs, partials, task, max_work_units, scale,
+        cap, D, DV, DP, DVP, BLOCK_SIZE, PAGES, KV_SPLIT, BLOCK_N, BLOCK_M, WINDOW, SOFTCAP, SHARED, STAGES, OFFSET,
     )
 
     # ---- out = acc / l_i: [DVP, BLOCK_M], of the merged work units if several programs share the context

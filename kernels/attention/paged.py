@@ -39,11 +39,12 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels import gpus
-from specgraph.kernels.attention.arguments import PagedAttention
+from specgraph.kernels.attention.arguments import Cached, PagedAttention
 from specgraph.kernels.attention.block_arguments import PagedBlockAttention
 from specgraph.kernels.attention.decode import decode_attention_kernel, write_cache_kernel
 from specgraph.kernels.attention.prefill import prefill_attention_kernel
-from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, contiguous, dense_rows, is_hopper, launch
+from specgraph.kernels.attention.tensors import Heads, new_and_cached
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, contiguous, is_hopper, launch
 
 NUM_WARPS = 4
 """The number of warps is fixed: the sum of a block's weights crosses warps, and their number decides its order."""
@@ -104,7 +105,7 @@ class Tiling:
 def paged_attention_triton(given: PagedAttention, *, tiling: Tiling | None = None) -> Tensor:
     """:class:`PagedAttention` for one of float16, bfloat16 and float32 and head dims up to 256."""
     tiling = tiling or Tiling()
-    scale, softcap, caches = given.scale, given.softcap, (given.k_cache, given.v_cache)
+    scale, softcap, block_size = given.scale, given.softcap, given.k_cache.shape[1]
     batch, heads, length, dim = given.q.shape
     groups, value_dim = given.k.shape[1], given.v.shape[3]
     if max(dim, value_dim) > 256:
@@ -114,29 +115,27 @@ def paged_attention_triton(given: PagedAttention, *, tiling: Tiling | None = Non
     out = given.q.new_empty(batch, length, heads, value_dim)
     if batch * length == 0:
         return out
-    q, k, v = (dense_rows(x) for x in (given.q, given.k, given.v))
+    q, (k, v, angles, *caches) = Heads.of(given.q), new_and_cached(given)
     slots, block_table, positions = contiguous(given, "slots", "block_table", "positions")
-    cos, sin, *angle_strides = angles_of(given.cos, given.sin)
-    written = write_constants(k, v, cos)
-    strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *cache_strides(*caches)]
+    written = write_constants(given)
 
     cu_seqlens, sequences = given.cu_seqlens, batch * groups
     pairs, widest = length * heads // groups, max(written["DP"], written["DVP"])
     prefill = tiling.prefill
     if prefill is None:
         count = None if cu_seqlens is None else len(block_table)
-        prefill = is_hopper(q.device) and suits_prefill(pairs, sequences, written["DVP"], q.dtype, count)
+        prefill = is_hopper(out.device) and suits_prefill(pairs, sequences, written["DVP"], out.dtype, count)
     write_first = prefill or cu_seqlens is not None
     if not write_first:
         write_first = length > WRITTEN_TOKENS if tiling.write_first is None else tiling.write_first
     if write_first:
         launch(
-            write_cache_kernel, (triton.cdiv(length, WRITTEN_TOKENS), sequences), k, v, cos, sin, *caches, slots,
-            *strides, length, TOKENS=WRITTEN_TOKENS, **written,
+            write_cache_kernel, (triton.cdiv(length, WRITTEN_TOKENS), sequences), k, v, angles, *caches, slots,
+            length, TOKENS=WRITTEN_TOKENS, **written,
         )
 
-    counters = arrival_counters(q.device)  # allocated even if not needed now, since a later call may be captured
-    capacity = block_table.shape[1] * caches[0].shape[1]
+    counters = arrival_counters(out.device)  # allocated even if not needed now, since a later call may be captured
+    capacity = block_table.shape[1] * block_size
     constants = {
         **written, **read_constants(given, tiling), "SOFTCAP": softcap is not None,
         "LANES": 0 if cu_seqlens is None else max(LANES, triton.next_power_of_2(len(cu_seqlens) - 1)),
@@ -145,28 +144,29 @@ def paged_attention_triton(given: PagedAttention, *, tiling: Tiling | None = Non
     factors = score_factors(scale, softcap)
     if prefill:
         launch(
-            prefill_attention_kernel, (num_tiles(pairs, PREFILL_PAIRS, cu_seqlens), sequences), q, cos, sin, *caches,
-            *tables, len(block_table), *q.stride()[:3], *angle_strides, *cache_strides(*caches), block_table.stride(0),
-            length, capacity, *factors, BLOCK_M=PREFILL_PAIRS, **{**constants, "num_warps": 4 if widest <= 128 else 8},
+            prefill_attention_kernel, (num_tiles(pairs, PREFILL_PAIRS, cu_seqlens), sequences), q, angles, *caches,
+            *tables, len(block_table), block_table.stride(0), length, capacity, *factors, BLOCK_M=PREFILL_PAIRS,
+            **{**constants, "num_warps": 4 if widest <= 128 else 8},
         )
         return out
 
-    block_m = tiling.block_queries or block_queries(pairs, sequences, q.dtype)
+    block_m = tiling.block_queries or block_queries(pairs, sequences, out.dtype)
     tiles = num_tiles(pairs, block_m, cu_seqlens)
     splits, programs, work_units = shares(tiles * sequences, capacity, tiling)
     partials = partial_results(out, programs, tiles * sequences * work_units * block_m, written["DVP"])
     launch(
-        decode_attention_kernel, (tiles, sequences, programs), q, k, v, cos, sin, *caches, *tables, partials, counters,
-        len(block_table), *q.stride()[:3], *strides, block_table.stride(0), length, splits, work_units, *factors,
-        BLOCK_M=block_m, WRITE=0 if write_first else triton.next_power_of_2(max(length, WRITTEN_TOKENS)),
-        SHARED=programs > 1, PAGES=pages_of(tiling.kv_split, caches[0].shape[1]), **constants,
+        decode_attention_kernel, (tiles, sequences, programs), q, k, v, angles, *caches, *tables, partials, counters,
+        len(block_table), block_table.stride(0), length, splits, work_units, *factors, BLOCK_M=block_m,
+        WRITE=0 if write_first else triton.next_power_of_2(max(length, WRITTEN_TOKENS)), SHARED=programs > 1,
+        PAGES=pages_of(tiling.kv_split, block_size), **constants,
     )
     return out
 
 
-def write_constants(k: Tensor, v: Tensor, cos: Tensor | None) -> dict[str, Any]:
+def write_constants(given: Cached) -> dict[str, Any]:
     """What kernels that write keys and values ``[B, Hkv, T, D]`` to a cache are compiled for, and their warps."""
-    sizes: dict[str, Any] = {**widths(k, v), "HEADS": k.shape[1], "ROTARY": 0 if cos is None else cos.shape[2]}
+    k, cos = given.k, given.cos
+    sizes: dict[str, Any] = {**widths(k, given.v), "HEADS": k.shape[1], "ROTARY": 0 if cos is None else cos.shape[2]}
     return {**sizes, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
 
 
@@ -184,11 +184,6 @@ def read_constants(given: PagedAttention | PagedBlockAttention, tiling: Tiling) 
 def partial_results(out: Tensor, programs: int, columns: int, width: int) -> Tensor | None:
     """Scratch memory for the states of ``columns`` pairs, with values of this width; None for a single program."""
     return out.new_empty(columns * (width + 2), dtype=torch.float32) if programs > 1 else None
-
-
-def cache_strides(*caches: Tensor) -> list[int]:
-    """The strides of each cache per slot and per head."""
-    return [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
 
 
 def num_tiles(pairs: int, tile: int, cu_seqlens: Tensor | None) -> int:
@@ -223,15 +218,6 @@ def offset_type(*caches: Tensor) -> Any:
 def _extent(x: Tensor) -> int:
     """The distance from the first element of ``x`` to the last one in memory, in elements."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def angles_of(cos: Tensor | None, sin: Tensor | None) -> tuple[Any, ...]:
-    """``cos`` and ``sin`` ``[B or 1, T, n]``, or None, and their strides per sequence and per token."""
-    if cos is None or sin is None:
-        return None, None, 0, 0
-    if cos.stride() != sin.stride() or cos.stride(2) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:

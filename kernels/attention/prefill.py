@@ -28,6 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specgraph.kernels.attention.tensors import Cache
 from specgraph.kernels.attention.tiles import (
     INTERPRETED,
     add_block,
@@ -65,7 +66,7 @@ def _read_slots(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
 @triton.jit
 def _add_blocks(
     m_group, l_group, acc_group, m_i, l_ij, acc, first, past,
-    tile_q, position, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
+    tile_q, position, end, k_cache, v_cache, table, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KV_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr,
@@ -85,8 +86,8 @@ def _add_blocks(
         # ---- load: k [BLOCK_N, DP] and v [BLOCK_N, DVP] of a block, from the slots of its positions
         # Unwritten cache rows may hold NaN, and zero times NaN is NaN. So values are masked to zero as keys are.
         in_range = (key_position < end if MASKED else key_position >= 0)[:, None]
-        tile_k = tl.load(k_cache + dim + slot * k_slot, mask=in_range & (dim < D), other=0.0)
-        tile_v = tl.load(v_cache + value_dim + slot * v_slot, mask=in_range & (value_dim < DV), other=0.0)
+        tile_k = tl.load(k_cache.x + dim + slot * k_cache.slot, mask=in_range & (dim < D), other=0.0)
+        tile_v = tl.load(v_cache.x + value_dim + slot * v_cache.slot, mask=in_range & (value_dim < DV), other=0.0)
         # ---- s = q k^T: [BLOCK_M, BLOCK_N]
         scores = score(tile_q, tile_k, position, key_position, cap, WINDOW, SOFTCAP, MASKED, True)
         if start % KV_SPLIT == 0:
@@ -103,8 +104,8 @@ def _add_blocks(
 
 @triton.jit(do_not_specialize=["T", "capacity", "sequences"])
 def prefill_attention_kernel(
-    q, cos, sin, k_cache, v_cache, slots, block_table, positions, cu_seqlens, sinks, out, sequences,
-    q_b, q_h, q_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b, T, capacity, scale, cap,
+    q, angles, k_cache, v_cache, slots, block_table, positions, cu_seqlens, sinks, out, sequences, table_b, T,
+    capacity, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KV_SPLIT: tl.constexpr, SPLIT_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTARY: tl.constexpr,
@@ -134,12 +135,12 @@ def prefill_attention_kernel(
     # ---- load: q [BLOCK_M, DP], rotated
     q_head = head * GROUP + pair % GROUP
     dim = tl.arange(0, DP)[None, :]
-    p_q = (q + batch * q_b) + (q_head * q_h + query.to(tl.int64) * q_t)[:, None] + dim
-    angles = (batch * angle_b + query.to(tl.int64) * angle_t)[:, None] + dim
-    tile_q = load_rotated(p_q, dim, cos, sin, angles, real[:, None] & (dim < D), D, ROTARY)
+    p_q = (q.x + batch * q.batch) + (q_head * q.head + query.to(tl.int64) * q.token)[:, None] + dim
+    q_angles = (batch * angles.batch + query.to(tl.int64) * angles.token)[:, None] + dim
+    tile_q = load_rotated(p_q, dim, angles, q_angles, real[:, None] & (dim < D), D, ROTARY)
 
-    k_cache += head * k_head
-    v_cache += head * v_head
+    k_cache_head = Cache(k_cache.x + head * k_cache.head, k_cache.slot, k_cache.head)
+    v_cache_head = Cache(v_cache.x + head * v_cache.head, v_cache.slot, v_cache.head)
     table = block_table + sequence * table_b
     # ---- online softmax: blocks into a KV split, KV splits into a split group, and groups into m_i, l_i, acc
     GROUP_KEYS: tl.constexpr = SPLIT_GROUP * KV_SPLIT
@@ -153,12 +154,12 @@ def prefill_attention_kernel(
         l_ij = empty_sums(BLOCK_N, BLOCK_M, True)
         m_group, l_group, acc_group, m_split, l_ij, acc_split = _add_blocks(
             m_group, l_group, acc_group, m_split, l_ij, acc_split, begin, whole,
-            tile_q, position, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
+            tile_q, position, end, k_cache_head, v_cache_head, table, scale, cap,
             D, DV, DP, DVP, BLOCK_SIZE, KV_SPLIT, BLOCK_N, BLOCK_M, WINDOW, SOFTCAP, STAGES, OFFSET, False,
         )
         m_group, l_group, acc_group, m_split, l_ij, acc_split = _add_blocks(
             m_group, l_group, acc_group, m_split, l_ij, acc_split, whole, past,
-            tile_q, position, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
+            tile_q, position, end, k_cache_head, v_cache_head, table, scale, cap,
             D, DV, DP, DVP, BLOCK_SIZE, KV_SPLIT, BLOCK_N, BLOCK_M, WINDOW, SOFTCAP, STAGES, OFFSET, True,
         )
         l_split = sum_of_keys(l_ij, BLOCK_N, BLOCK_M, True)

@@ -95,11 +95,11 @@ def visible_range(position, real, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def load_rotated(x, dim, cos, sin, angles, mask, D: tl.constexpr, ROTARY: tl.constexpr):
+def load_rotated(x, dim, angles, at, mask, D: tl.constexpr, ROTARY: tl.constexpr):
     """Load the elements ``dim`` of the heads at ``x``, and rotate the first ``ROTARY`` of the ``D`` of each head.
 
-    They are rotated in float32 and rounded to their dtype. The others are taken as they are, and so are all of them if
-    ``ROTARY`` is 0.
+    ``at`` are the offsets of their angles. They are rotated in float32 and rounded to their dtype. The others are taken
+    as they are, and so are all of them if ``ROTARY`` is 0.
     """
     tile = tl.load(x, mask=mask, other=0.0)
     if ROTARY > 0:
@@ -108,8 +108,8 @@ def load_rotated(x, dim, cos, sin, angles, mask, D: tl.constexpr, ROTARY: tl.con
             mask = mask & (dim < ROTARY)
         lower = dim < ROTARY // 2
         other = tl.load(x + tl.where(lower, ROTARY // 2, -(ROTARY // 2)), mask=mask, other=0.0).to(tl.float32)
-        c = tl.load(cos + angles, mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(sin + angles, mask=mask, other=0.0).to(tl.float32)
+        c = tl.load(angles.cos + at, mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(angles.sin + at, mask=mask, other=0.0).to(tl.float32)
         turned = tl.where(lower, -other, other) * s
         rotated = tl.fma(tile.to(tl.float32), c, turned).to(tile.dtype)
         tile = tl.where(mask, rotated, tile) if ROTARY < D else rotated
