@@ -52,10 +52,10 @@ def _load_block(
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr, NEW: tl.constexpr,
 ):
     """Keys ``[NEW, DP]``, rotated, and values ``[NEW, DVP]`` of one head of the ``T`` <= ``NEW`` tokens of a block."""
+    p_k, p_v = k.x + batch * k.batch + head * k.head, v.x + batch * v.batch + head * v.head
     key = tl.arange(0, NEW)
     place, inside = key.to(tl.int64)[:, None], (key < T)[:, None]
     dim, value_dim = tl.arange(0, DP)[None, :], tl.arange(0, DVP)[None, :]
-    p_k, p_v = k.x + batch * k.batch + head * k.head, v.x + batch * v.batch + head * v.head
     own_angles = batch * angles.batch + place * angles.token + dim
     tile_k = load_rotated(p_k + place * k.token + dim, dim, angles, own_angles, inside & (dim < D), D, ROTARY)
     return tile_k, tl.load(p_v + place * v.token + value_dim, mask=inside & (value_dim < DV), other=0.0)

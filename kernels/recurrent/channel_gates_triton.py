@@ -30,7 +30,7 @@ from specgraph.kernels.launch import contiguous, dense_rows, launch
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, CachedDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_triton import begin_carrying
 from specgraph.kernels.recurrent.last_rows import most_in_place, near_span, store_last_rows
-from specgraph.kernels.recurrent.tiles_triton import PRECISION, wait_for_others
+from specgraph.kernels.recurrent.tiles_triton import PRECISION, Strides, wait_for_others
 
 _COLUMNS, _WARPS, _STAGES = 32, 4, 2
 
@@ -53,10 +53,9 @@ def _row(tile, own):
 @triton.jit(do_not_specialize=["rows", "chunks", "q_outer", "k_outer"])
 def _prepare_kernel(
     q, k, g, beta, chunk_k, chunk_g, chunk_a, a_lines, scores, w_q, w_k, w_update, decay, span, scale, rows, chunks,
-    q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr,
-    NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    q_outer, q_strides: tl.constexpr, k_outer, k_strides: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    KEY: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, NORMALISE: tl.constexpr, EPSILON: tl.constexpr,
+    STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):
     """The grid is (B, chunks, H), from the chunk on in which the state stands.
 
@@ -78,10 +77,10 @@ def _prepare_kernel(
         # ---- load: q, k, g [CHUNK, WIDE]; beta [CHUNK]; A [CHUNK, CHUNK], of which rows of new positions are made here
         known_tile, new_tile = known[:, None] & inside[None, :], new[:, None] & inside[None, :]
         old_k = chunk_k + (base * groups + group) * KEY + ring[:, None] * (groups * KEY) + key[None, :]
-        new_k = k + entry * k_outer + group * k_head + t[:, None] * k_inner + key[None, :]
+        new_k = k + entry * k_outer + group * k_strides.head + t[:, None] * k_strides.row + key[None, :]
         tile_k = tl.load(new_k, mask=new_tile, other=0)
         tile_k = tl.where(known[:, None], tl.load(old_k, mask=known_tile, other=0), tile_k)
-        tile_q = q + entry * q_outer + group * q_head + t[:, None] * q_inner + key[None, :]
+        tile_q = q + entry * q_outer + group * q_strides.head + t[:, None] * q_strides.row + key[None, :]
         tile_q = tl.load(tile_q, mask=new_tile, other=0)
         old_g = chunk_g + (base * HEADS + head) * KEY + ring[:, None] * (HEADS * KEY) + key[None, :]
         new_g = g + (entry * rows * HEADS + head) * KEY + t[:, None] * (HEADS * KEY) + key[None, :]
@@ -142,7 +141,7 @@ def _prepare_kernel(
 @triton.jit
 def _chunk(
     first, tile_s, out, v, beta, chunk_delta, delta_lines, a_lines, scores, w_q, w_k, w_update, decay, begin, count,
-    column, v_inner: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr,
+    column, v_row: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr,
     BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):
     """Output and errors of the new rows of a chunk behind the state ``tile_s``.
@@ -160,7 +159,7 @@ def _chunk(
     tile_w_q = tl.load(w_q + tile, mask=new[:, None] & inside[None, :], other=0)
     tile_w_update = tl.load(w_update + tile, mask=real[:, None] & inside[None, :] & full, other=0)
     tile_decay = tl.load(decay + key, mask=inside & full, other=0)
-    tile_v = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0)
+    tile_v = tl.load(v + t[:, None] * v_row + column[None, :], mask=new[:, None] & own[None, :], other=0)
     lower = lane[None, :] <= lane[:, None]
     tile_scores = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], mask=new[:, None] & lower, other=0)
     delta = tl.load(chunk_delta + ring[:, None] * (HEADS * VALUE) + column[None, :],
@@ -190,16 +189,16 @@ def _chunk(
 @triton.jit(do_not_specialize=["rows", "chunks", "v_outer"])
 def _carry_kernel(
     out, v, beta, state, chunk_delta, delta_lines, a_lines, scores, w_q, w_k, w_update, decay, span, rows, chunks,
-    v_outer, v_inner: tl.constexpr, v_head: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    v_outer, v_strides: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr,
+    BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     """The grid is (B, H, blocks of columns)."""
     entry, head, slot, begin, before, count, settled, column, out, p_state, state_mask, tile_s = begin_carrying(
         out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, STORE, PDL
     )
     if count > 0:
-        v += entry * v_outer + head * v_head
+        v += entry * v_outer + head * v_strides.head
         if beta is not None:
             beta += entry * rows * HEADS + head
         lines = entry * (rows + BEHIND)
@@ -218,7 +217,7 @@ def _carry_kernel(
             tile_decay, tile_w_update, v_new = _chunk(
                 first, tile_s, out, v, beta, chunk_delta, delta_lines, a_lines, scores, w_q, w_k, w_update,
                 decay + (first - start) // CHUNK * (HEADS * KEY), begin, count, column,
-                v_inner, HEADS, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE,
+                v_strides.row, HEADS, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE,
             )
             # ---- S <- e^{G_last} S + w_update^T v_new: [WIDE, BLOCK]
             added = tl.dot(tl.trans(tile_w_update), v_new, input_precision=PRECISION)
@@ -227,7 +226,7 @@ def _carry_kernel(
         if full < begin + count:
             _chunk(
                 full, tile_s, out, v, beta, chunk_delta, delta_lines, a_lines, scores, w_q, w_k, w_update, decay,
-                begin, count, column, v_inner, HEADS, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE,
+                begin, count, column, v_strides.row, HEADS, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE,
             )
 
 
@@ -259,14 +258,14 @@ def channel_gates_triton(given: CachedDeltaRule) -> Tensor:
     }
     launch(
         _prepare_kernel, (batch, chunks, heads), q, k, g, beta, given.chunk_k, given.chunk_g, given.chunk_a, chunk_a,
-        scores, w_q, w_k, w_update, decay, given.span, given.scale, rows, chunks, *q.stride()[:3], *k.stride()[:3],
-        GROUP=heads // groups, NORMALISE=given.normalise, EPSILON=EPSILON, **options,
+        scores, w_q, w_k, w_update, decay, given.span, given.scale, rows, chunks, q.stride(0), Strides.of(q),
+        k.stride(0), Strides.of(k), GROUP=heads // groups, NORMALISE=given.normalise, EPSILON=EPSILON, **options,
     )
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     launch(
         _carry_kernel, (batch, heads, triton.cdiv(width, block)), out, v, beta, given.state, given.chunk_delta,
-        chunk_delta, chunk_a, scores, w_q, w_k, w_update, decay, given.span, rows, chunks, *v.stride()[:3], VALUE=width,
-        BLOCK=block, STAGES=1 if in_place else _STAGES, **options,
+        chunk_delta, chunk_a, scores, w_q, w_k, w_update, decay, given.span, rows, chunks, v.stride(0),
+        Strides.of(v), VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES, **options,
     )
     if not in_place:
         last = (k, g.to(given.chunk_g.dtype), *(part[:, behind:] for part in stored))

@@ -49,17 +49,17 @@ _PART, _WARPS, _STAGES, _REGISTERS = 32, 2, 3, 128
 
 @triton.jit
 def _tile(
-    first, q, k, begin, count, q_inner: tl.constexpr, k_inner: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
+    first, q, k, begin, count, q_row: tl.constexpr, k_row: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
     CORRECTED: tl.constexpr,
 ):
     """Pointers to the first part of the tile of keys and queries of the chunk at ``first``, and which rows it has."""
     lane, key = tl.arange(0, CHUNK), tl.arange(0, PART)
     t, asking = first + lane - begin, first + (lane ^ (CHUNK // 2)) - begin
     asks = (asking >= 0) & (asking < count)
-    tile = q + asking[:, None] * q_inner + key[None, :]
+    tile = q + asking[:, None] * q_row + key[None, :]
     if CORRECTED:
         new = (t >= 0) & (t < count)
-        tile = tl.where(new[:, None], k + t[:, None] * k_inner + key[None, :], tile)
+        tile = tl.where(new[:, None], k + t[:, None] * k_row + key[None, :], tile)
         asks = asks | new
     return tile, asks
 
@@ -85,14 +85,14 @@ def _answer(low, middle, high, dtype: tl.constexpr):
 
 @triton.jit
 def _load_rows(
-    first, v, beta, chunk_delta, begin, count, column, v_inner: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
+    first, v, beta, chunk_delta, begin, count, column, v_row: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
     RING: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Values and rates of the new rows of a chunk, and errors of the known ones."""
     lane, own = tl.arange(0, CHUNK), column < VALUE
     t, ring = first + lane - begin, (first + lane) % RING
     known, new = (t < 0) & (count > 0), (t >= 0) & (t < count)
-    value = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0,
+    value = tl.load(v + t[:, None] * v_row + column[None, :], mask=new[:, None] & own[None, :], other=0,
                     cache_modifier=".cg")
     delta = tl.load(chunk_delta + ring[:, None] * (HEADS * VALUE) + column[None, :], mask=known[:, None] & own[None, :],
                     other=0, cache_modifier=".cg")
@@ -156,11 +156,10 @@ def _update(
 @triton.jit(do_not_specialize=["rows", "q_outer", "k_outer", "v_outer"])
 def step_kernel(
     out, q, k, v, beta, state, chunk_k, chunk_delta, chunk_a, scores, weights, span, rows,
-    q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
-    v_outer, v_inner: tl.constexpr, v_head: tl.constexpr, UNIT: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr,
-    BEHIND: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    q_outer, q_strides: tl.constexpr, k_outer, k_strides: tl.constexpr, v_outer, v_strides: tl.constexpr,
+    UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    RING: tl.constexpr, BEHIND: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     """The grid is (B, H, blocks of columns). New rows are stored where they are cached."""
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -169,9 +168,9 @@ def step_kernel(
     own, group, lines = column < VALUE, head // GROUP, entry * (rows + BEHIND)
     groups: tl.constexpr = HEADS // GROUP
     corrected: tl.constexpr = beta is not None
-    q += entry * q_outer * UNIT + group * q_head
-    k += entry * k_outer * UNIT + group * k_head
-    v += entry * v_outer * UNIT + head * v_head
+    q += entry * q_outer * UNIT + group * q_strides.head
+    k += entry * k_outer * UNIT + group * k_strides.head
+    v += entry * v_outer * UNIT + head * v_strides.head
     if beta is not None:
         beta += entry * rows * HEADS + head
     out += (entry * rows * HEADS + head) * VALUE
@@ -186,9 +185,9 @@ def step_kernel(
     # The first kernel lets this one begin when all kernels before it are done. They have written what is read up to the
     # wait, and it is not read from the L1 cache.
     value, tile_beta, delta = _load_rows(
-        first, v, beta, chunk_delta, begin, count, column, v_inner, HEADS, VALUE, RING, CHUNK
+        first, v, beta, chunk_delta, begin, count, column, v_strides.row, HEADS, VALUE, RING, CHUNK
     )
-    tile, there = _tile(first, q, k, begin, count, q_inner, k_inner, CHUNK, PART, corrected)
+    tile, there = _tile(first, q, k, begin, count, q_strides.row, k_strides.row, CHUNK, PART, corrected)
     # ---- S^T k and S^T q of the new rows, part by part of the keys: [CHUNK, PART] x [PART, BLOCK]
     low = tl.zeros([CHUNK, BLOCK], tl.float32)
     middle, high = low, low
@@ -209,9 +208,9 @@ def step_kernel(
             chunk = chunk_k + (first + tl.arange(0, CHUNK))[:, None] % RING * (groups * KEY) + key[None, :]
             stored = full == (begin + settled) // CHUNK * CHUNK
             value, tile_beta, delta = _load_rows(
-                full, v, beta, chunk_delta, begin, count, column, v_inner, HEADS, VALUE, RING, CHUNK
+                full, v, beta, chunk_delta, begin, count, column, v_strides.row, HEADS, VALUE, RING, CHUNK
             )
-            tile, there = _tile(full, q, k, begin, count, q_inner, k_inner, CHUNK, PART, corrected)
+            tile, there = _tile(full, q, k, begin, count, q_strides.row, k_strides.row, CHUNK, PART, corrected)
             # ---- S <- e^{G_last} S + sum over j of e^{G_last - G_j} k_j v_new_j^T: [PART, BLOCK], and the rows behind
             low = tl.zeros([CHUNK, BLOCK], tl.float32)
             middle, high = low, low

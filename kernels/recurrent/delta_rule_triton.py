@@ -41,6 +41,7 @@ from specgraph.kernels.recurrent.tiles_triton import (
     W_Q,
     W_UPDATE,
     WEIGHTS,
+    Strides,
     load_rows,
     load_values,
     product,
@@ -74,10 +75,9 @@ def _decay_mask(g_sum, lane):
 @triton.jit(do_not_specialize=["rows", "q_outer", "k_outer"])
 def _prepare_kernel(
     q, k, g, beta, chunk_k, chunk_g, chunk_a, k_lines, a_lines, scores, weights, span, scale, rows,
-    q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
-    UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, RING: tl.constexpr,
-    BEHIND: tl.constexpr, NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    q_outer, q_strides: tl.constexpr, k_outer, k_strides: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, KEY: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, NORMALISE: tl.constexpr,
+    EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):
     """The grid is (B, chunks, H), from the chunk on in which the state stands.
 
@@ -99,11 +99,11 @@ def _prepare_kernel(
         # ---- load: q, k [CHUNK, WIDE]; g, beta [CHUNK]. Known rows come from the cache, new ones from the call.
         base, lines, line = slot * RING, entry * (rows + BEHIND), t + BEHIND
         old_k = chunk_k + (base * groups + group) * KEY + ring[:, None] * (groups * KEY) + key[None, :]
-        new_k = k + entry * k_outer * UNIT + group * k_head + t[:, None] * k_inner + key[None, :]
+        new_k = k + entry * k_outer * UNIT + group * k_strides.head + t[:, None] * k_strides.row + key[None, :]
         tile_k = tl.load(old_k, mask=known[:, None] & inside[None, :], other=0)
         new_k = tl.load(new_k, mask=new[:, None] & inside[None, :], other=0)
         tile_k = tl.where(known[:, None], tile_k, new_k)
-        tile_q = q + entry * q_outer * UNIT + group * q_head + t[:, None] * q_inner + key[None, :]
+        tile_q = q + entry * q_outer * UNIT + group * q_strides.head + t[:, None] * q_strides.row + key[None, :]
         tile_q = tl.load(tile_q, mask=new[:, None] & inside[None, :], other=0)
         tile_g = tl.load(chunk_g + base * HEADS + head + ring * HEADS, mask=known, other=0)
         new_g = tl.load(g + (entry * rows * HEADS + head) + t * HEADS, mask=new, other=0).to(tl.float32)
@@ -161,7 +161,7 @@ def _prepare_kernel(
 @triton.jit
 def _chunk(
     first, tile_s, out, q, v, chunk_delta, k_lines, a_lines, scores, weights, begin, count, column,
-    q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr, KEY: tl.constexpr,
+    q_row: tl.constexpr, v_row: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
     WIDE: tl.constexpr, CORRECTED: tl.constexpr, PAIRED: tl.constexpr, FULL: tl.constexpr,
 ):
@@ -180,8 +180,8 @@ def _chunk(
     # ---- load: k, q [CHUNK, WIDE]; v^T, delta^T [BLOCK, CHUNK]; scores, A [CHUNK, CHUNK]; weights [CHUNK]
     tile_k = k_lines + stored[:, None] * (groups * KEY) + key[None, :]
     tile_k = load_rows(tile_k, real[:, None] & inside[None, :], FULL)
-    tile_q = load_rows(q + t[:, None] * q_inner + key[None, :], new[:, None] & inside[None, :], FULL)
-    new_delta = load_values(v, t, column, new[None, :] & own[:, None], v_inner, FULL, PAIRED)
+    tile_q = load_rows(q + t[:, None] * q_row + key[None, :], new[:, None] & inside[None, :], FULL)
+    new_delta = load_values(v, t, column, new[None, :] & own[:, None], v_row, FULL, PAIRED)
     lower = lane[None, :] <= lane[:, None]
     tile_scores = load_rows(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], new[:, None], FULL)
     weight = weights + line * (WEIGHTS * HEADS)
@@ -226,7 +226,7 @@ def _chunk(
 @triton.jit
 def _chunks(
     start, end, tile_s, p_state, state_mask, fold_end, out, q, v, chunk_delta, k_lines, a_lines, scores, weights, begin,
-    count, column, q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr,
+    count, column, q_row: tl.constexpr, v_row: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr,
     CHUNK: tl.constexpr, WIDE: tl.constexpr, CORRECTED: tl.constexpr, PAIRED: tl.constexpr, FULL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -234,8 +234,8 @@ def _chunks(
     """The state behind the chunks from ``start`` to ``end``. That at ``fold_end`` is stored at ``p_state``."""
     for first in tl.range(loop_bound(start), loop_bound(end), CHUNK, num_stages=STAGES):
         tile_s = _chunk(
-            first, tile_s, out, q, v, chunk_delta, k_lines, a_lines, scores, weights, begin, count, column, q_inner,
-            v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE, CORRECTED, PAIRED, FULL,
+            first, tile_s, out, q, v, chunk_delta, k_lines, a_lines, scores, weights, begin, count, column, q_row,
+            v_row, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE, CORRECTED, PAIRED, FULL,
         )
         if first + CHUNK == fold_end:
             tl.store(p_state, tl.trans(tile_s), mask=state_mask)
@@ -297,11 +297,10 @@ def begin_carrying(
 @triton.jit(do_not_specialize=["rows", "q_outer", "v_outer"])
 def _carry_kernel(
     out, q, v, g, state, chunk_k, chunk_delta, chunk_g, chunk_a, k_lines, a_lines, scores, weights, span, rows,
-    q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
-    UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, RING_WIDE: tl.constexpr, CORRECTED: tl.constexpr,
-    PAIRED: tl.constexpr, PDL: tl.constexpr,
+    q_outer, q_strides: tl.constexpr, v_outer, v_strides: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr,
+    STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    RING_WIDE: tl.constexpr, CORRECTED: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):
     """The grid is (B, H, blocks of columns). ``HELD_ROWS`` is a power of two that is not below ``SLOTS``."""
     entry, head, slot, begin, before, count, settled, column, out, p_state, state_mask, tile_s = begin_carrying(
@@ -310,8 +309,8 @@ def _carry_kernel(
     tile_s, group = tl.trans(tile_s), head // GROUP
     groups: tl.constexpr = HEADS // GROUP
     if count > 0:
-        q += entry * q_outer * UNIT + group * q_head
-        v += entry * v_outer * UNIT + head * v_head
+        q += entry * q_outer * UNIT + group * q_strides.head
+        v += entry * v_outer * UNIT + head * v_strides.head
         lines = entry * (rows + BEHIND)
         place = slot * RING if STORE else lines
         k_lines += (place * groups + group) * KEY
@@ -327,19 +326,19 @@ def _carry_kernel(
             behind = tl.maximum(end // CHUNK * CHUNK, whole)
             tile_s = _chunks(
                 start, whole, tile_s, p_state, state_mask, fold_end, out, q, v, chunk_delta, k_lines, a_lines, scores,
-                weights, begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK,
-                WIDE, CORRECTED, PAIRED, FULL=False, STAGES=1,
+                weights, begin, count, column, q_strides.row, v_strides.row, HEADS, groups, KEY, VALUE, RING, BEHIND,
+                STORE, CHUNK, WIDE, CORRECTED, PAIRED, FULL=False, STAGES=1,
             )
             tile_s = _chunks(
                 whole, behind, tile_s, p_state, state_mask, fold_end, out, q, v, chunk_delta, k_lines, a_lines, scores,
-                weights, begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK,
-                WIDE, CORRECTED, PAIRED, FULL=True, STAGES=STAGES,
+                weights, begin, count, column, q_strides.row, v_strides.row, HEADS, groups, KEY, VALUE, RING, BEHIND,
+                STORE, CHUNK, WIDE, CORRECTED, PAIRED, FULL=True, STAGES=STAGES,
             )
             start = behind
         _chunks(
             start, end, tile_s, p_state, state_mask, fold_end, out, q, v, chunk_delta, k_lines, a_lines, scores,
-            weights, begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, RING, BEHIND, STORE, CHUNK,
-            WIDE, CORRECTED, PAIRED, FULL=False, STAGES=1 if TILED else STAGES,
+            weights, begin, count, column, q_strides.row, v_strides.row, HEADS, groups, KEY, VALUE, RING, BEHIND,
+            STORE, CHUNK, WIDE, CORRECTED, PAIRED, FULL=False, STAGES=1 if TILED else STAGES,
         )
         if not STORE and tl.program_id(2) == 0:
             k_lines += BEHIND * (groups * KEY)
@@ -377,7 +376,7 @@ def cached_delta_rule_triton(given: CachedDeltaRule) -> Tensor:
         cache if in_place else cache.new_empty(*lines, *cache.shape[2:]) for cache in (given.chunk_k, given.chunk_a)
     )
     unit = common_stride(q, k, v)
-    q_strides, k_strides, v_strides = ((part.stride(0) // unit, *part.stride()[1:3]) for part in (q, k, v))
+    q_strides, k_strides, v_strides = ((part.stride(0) // unit, Strides.of(part)) for part in (q, k, v))
     options: dict[str, Any] = {
         "UNIT": unit, "HEADS": heads, "GROUP": heads // groups, "KEY": size, "RING": ring_size, "BEHIND": behind,
         "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
@@ -21,6 +24,21 @@ WEIGHTS = tl.constexpr(5)
 - ``BETA``: on ``v``.
 
 Lengths are 1 where keys and queries are not normalised."""
+
+
+class Strides(NamedTuple):
+    """The strides of ``[B, T, H, D]`` that are constants of a kernel, in elements.
+
+    That of a sequence is not: it depends on the number of rows, and each number would be a kernel of its own.
+    """
+
+    row: int
+    head: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Strides:
+        """Those of ``x``."""
+        return cls(x.stride(1), x.stride(2))
 
 
 @triton.jit
@@ -44,7 +62,7 @@ def load_rows(pointers, mask, FULL: tl.constexpr):
 
 
 @triton.jit
-def load_values(v, t, column, mask, inner: tl.constexpr, FULL: tl.constexpr, PAIRED: tl.constexpr):
+def load_values(v, t, column, mask, stride: tl.constexpr, FULL: tl.constexpr, PAIRED: tl.constexpr):
     """The values of the rows ``t``, float32 ``[columns, rows]``, and zeros where ``mask`` is false unless ``FULL``.
 
     If ``PAIRED``, two neighbouring bfloat16 values are loaded as one int32: the pipeline of a loop copies nothing ahead
@@ -53,10 +71,10 @@ def load_values(v, t, column, mask, inner: tl.constexpr, FULL: tl.constexpr, PAI
     if FULL and PAIRED:
         half: tl.constexpr = column.shape[0] // 2
         pair = tl.program_id(2) * half + tl.arange(0, half)
-        pairs = tl.load(v.to(tl.pointer_type(tl.int32)) + t[:, None] * (inner // 2) + pair[None, :])
+        pairs = tl.load(v.to(tl.pointer_type(tl.int32)) + t[:, None] * (stride // 2) + pair[None, :])
         even, odd = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
         return tl.trans(tl.reshape(tl.join(even, odd), [t.shape[0], column.shape[0]]))
-    return load_rows(v + t[None, :] * inner + column[:, None], mask, FULL).to(tl.float32)
+    return load_rows(v + t[None, :] * stride + column[:, None], mask, FULL).to(tl.float32)
 
 
 @triton.jit
