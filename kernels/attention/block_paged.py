@@ -29,14 +29,20 @@ from torch import Tensor
 
 from specgraph.kernels.attention import paged
 from specgraph.kernels.attention.block_arguments import PagedBlockAttention, WriteContext
-from specgraph.kernels.attention.decode import attend_work_units, load_pages, split_begin, write_cache_kernel
+from specgraph.kernels.attention.decode import (
+    attend_work_units,
+    load_new_tokens,
+    load_pages,
+    split_begin,
+    write_cache_kernel,
+)
 from specgraph.kernels.attention.paged import WRITTEN_TOKENS, Tiling
 from specgraph.kernels.attention.tensors import Cache, Heads, new_and_cached
 from specgraph.kernels.attention.tiles import (
     add_block,
     empty_state,
     empty_sums,
-    load_rotated,
+    load_queries,
     merge,
     score,
     store_result,
@@ -44,21 +50,6 @@ from specgraph.kernels.attention.tiles import (
 )
 from specgraph.kernels.attention.work_units import divide_context, is_last, merge_work_units
 from specgraph.kernels.launch import arrival_counters, contiguous, gdc_launch_dependents, gdc_wait, launch
-
-
-@triton.jit
-def _load_block(
-    k, v, angles, batch, head, T,
-    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr, NEW: tl.constexpr,
-):
-    """Keys ``[NEW, DP]``, rotated, and values ``[NEW, DVP]`` of one head of the ``T`` <= ``NEW`` tokens of a block."""
-    p_k, p_v = k.x + batch * k.batch + head * k.head, v.x + batch * v.batch + head * v.head
-    key = tl.arange(0, NEW)
-    place, inside = key.to(tl.int64)[:, None], (key < T)[:, None]
-    dim, value_dim = tl.arange(0, DP)[None, :], tl.arange(0, DVP)[None, :]
-    own_angles = batch * angles.batch + place * angles.token + dim
-    tile_k = load_rotated(p_k + place * k.token + dim, dim, angles, own_angles, inside & (dim < D), D, ROTARY)
-    return tile_k, tl.load(p_v + place * v.token + value_dim, mask=inside & (value_dim < DV), other=0.0)
 
 
 @triton.jit
@@ -137,12 +128,10 @@ def block_attention_kernel(
     v_cache_head = Cache(v_cache.x + head * v_cache.head, v_cache.slot, v_cache.head)
     # ---- load: q [DP, BLOCK_M], rotated; k [NEW, DP], rotated, and v [NEW, DVP] of the block
     q_head = head * GROUP + pair % GROUP
-    dim = tl.arange(0, DP)[:, None]
-    p_q = (q.x + batch * q.batch) + (q_head * q.head + query.to(tl.int64) * q.token)[None, :] + dim
-    q_angles = (batch * angles.batch + query.to(tl.int64) * angles.token)[None, :] + dim
-    tile_q = load_rotated(p_q, dim, angles, q_angles, real[None, :] & (dim < D), D, ROTARY)
+    tile_q = load_queries(q, angles, batch, q_head, query, real, D, DP, ROTARY, False)
     # The block comes last, but its keys and values are requested with the queries: another wait would take as long.
-    own_k, own_v = _load_block(k, v, angles, batch, head, T, D, DV, DP, DVP, ROTARY, NEW)
+    key = tl.arange(0, NEW)
+    own_k, own_v = load_new_tokens(k, v, angles, batch, head, key, key < T, D, DV, DP, DVP, ROTARY)
 
     task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
     m_i, l_i, acc = attend_work_units(

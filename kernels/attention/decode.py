@@ -27,6 +27,7 @@ from specgraph.kernels.attention.tiles import (
     add_block,
     empty_state,
     empty_sums,
+    load_queries,
     load_rotated,
     locate_tile,
     loop_bound,
@@ -40,11 +41,15 @@ from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _load_new_tokens(
-    p_k, p_v, angles, at, keep,
+def load_new_tokens(
+    k, v, angles, batch, head, token, keep,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr,
 ):
     """Load keys ``[TOKENS, DP]``, rotated, and values ``[TOKENS, DVP]`` of new tokens; zeros where not ``keep``."""
+    token = token.to(tl.int64)
+    p_k = (k.x + batch * k.batch + head * k.head) + (token * k.token)[:, None]
+    p_v = (v.x + batch * v.batch + head * v.head) + (token * v.token)[:, None]
+    at = (batch * angles.batch + token * angles.token)[:, None]
     dim = tl.arange(0, DP)[None, :]
     tile_k = load_rotated(p_k + dim, dim, angles, at + dim, keep[:, None] & (dim < D), D, ROTARY)
     dim = tl.arange(0, DVP)[None, :]
@@ -56,7 +61,7 @@ def _store_new_tokens(
     tile_k, tile_v, k_cache, v_cache, slot, head, keep,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
 ):
-    """Write what :func:`_load_new_tokens` loaded to the cache at ``slot`` ``[TOKENS]``, where ``keep``."""
+    """Write what :func:`load_new_tokens` loaded to the cache at ``slot`` ``[TOKENS]``, where ``keep``."""
     slot = slot[:, None]
     dim = tl.arange(0, DP)[None, :]
     tl.store(k_cache.x + slot * k_cache.slot + head * k_cache.head + dim, tile_k, mask=keep[:, None] & (dim < D))
@@ -81,13 +86,8 @@ def write_cache_kernel(
     # Tokens are lines: [TOKENS]. A slot of -1 is padding, which is not written.
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots + batch * T + token, mask=token < T, other=-1)
-    token = token.to(tl.int64)[:, None]
     # ---- k_cache[slot] = rotate(k), v_cache[slot] = v: [TOKENS, DP] and [TOKENS, DVP]
-    tile_k, tile_v = _load_new_tokens(
-        k.x + batch * k.batch + head * k.head + token * k.token,
-        v.x + batch * v.batch + head * v.head + token * v.token,
-        angles, batch * angles.batch + token * angles.token, slot >= 0, D, DV, DP, DVP, ROTARY,
-    )
+    tile_k, tile_v = load_new_tokens(k, v, angles, batch, head, token, slot >= 0, D, DV, DP, DVP, ROTARY)
     _store_new_tokens(tile_k, tile_v, k_cache, v_cache, slot, head, slot >= 0, D, DV, DP, DVP)
 
 
@@ -251,16 +251,9 @@ def decode_attention_kernel(
         new_work_unit = tl.where(splits_per_unit == 1, new_split, new_split // SPLIT_GROUP) - first_work_unit
         owned = (new_slot >= 0) & (new_split >= first) & (new_split < last)
         owned = owned & (new_work_unit % tl.maximum(programs, 1) == program)
-        p_new_k = (k.x + batch * k.batch + head * k.head) + (new_token.to(tl.int64) * k.token)[:, None]
-        p_new_v = (v.x + batch * v.batch + head * v.head) + (new_token.to(tl.int64) * v.token)[:, None]
-        new_angles = (batch * angles.batch + new_token.to(tl.int64) * angles.token)[:, None]
+        tile_k, tile_v = load_new_tokens(k, v, angles, batch, head, new_token, owned, D, DV, DP, DVP, ROTARY)
     q_head = head * GROUP + pair % GROUP
-    dim = tl.arange(0, DP)[:, None]
-    p_q = (q.x + batch * q.batch) + (q_head * q.head + query.to(tl.int64) * q.token)[None, :] + dim
-    q_angles = (batch * angles.batch + query.to(tl.int64) * angles.token)[None, :] + dim
-    if WRITE > 0:
-        tile_k, tile_v = _load_new_tokens(p_new_k, p_new_v, angles, new_angles, owned, D, DV, DP, DVP, ROTARY)
-    tile_q = load_rotated(p_q, dim, angles, q_angles, real[None, :] & (dim < D), D, ROTARY)
+    tile_q = load_queries(q, angles, batch, q_head, query, real, D, DP, ROTARY, False)
     if WRITE > 0:
         # ---- k_cache[slot] = rotate(k), v_cache[slot] = v
         _store_new_tokens(tile_k, tile_v, k_cache, v_cache, new_slot, head, owned, D, DV, DP, DVP)

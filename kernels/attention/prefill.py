@@ -34,7 +34,7 @@ from specgraph.kernels.attention.tiles import (
     add_block,
     empty_state,
     empty_sums,
-    load_rotated,
+    load_queries,
     locate_tile,
     loop_bound,
     merge,
@@ -134,10 +134,7 @@ def prefill_attention_kernel(
 
     # ---- load: q [BLOCK_M, DP], rotated
     q_head = head * GROUP + pair % GROUP
-    dim = tl.arange(0, DP)[None, :]
-    p_q = (q.x + batch * q.batch) + (q_head * q.head + query.to(tl.int64) * q.token)[:, None] + dim
-    q_angles = (batch * angles.batch + query.to(tl.int64) * angles.token)[:, None] + dim
-    tile_q = load_rotated(p_q, dim, angles, q_angles, real[:, None] & (dim < D), D, ROTARY)
+    tile_q = load_queries(q, angles, batch, q_head, query, real, D, DP, ROTARY, True)
 
     k_cache_head = Cache(k_cache.x + head * k_cache.head, k_cache.slot, k_cache.head)
     v_cache_head = Cache(v_cache.x + head * v_cache.head, v_cache.slot, v_cache.head)

@@ -117,6 +117,17 @@ def load_rotated(x, dim, angles, at, mask, D: tl.constexpr, ROTARY: tl.constexpr
 
 
 @triton.jit
+def load_queries(
+    q, angles, batch, q_head, query, real, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr, Q_LEFT: tl.constexpr
+):
+    """Load ``tile_q``, rotated: heads ``q_head`` ``[BLOCK_M]`` of the queries ``query``; zeros where not ``real``."""
+    dim, query = across_queries(tl.arange(0, DP), Q_LEFT), query.to(tl.int64)
+    p_q = (q.x + batch * q.batch) + per_query(q_head * q.head + query * q.token, Q_LEFT) + dim
+    at = per_query(batch * angles.batch + query * angles.token, Q_LEFT) + dim
+    return load_rotated(p_q, dim, angles, at, per_query(real, Q_LEFT) & (dim < D), D, ROTARY)
+
+
+@triton.jit
 def empty_state(DVP: tl.constexpr, BLOCK_M: tl.constexpr, Q_LEFT: tl.constexpr):
     """``m_i``, ``l_i`` and ``acc`` before any key. Merging them with others changes no bit."""
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
