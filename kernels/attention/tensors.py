@@ -54,15 +54,8 @@ class Cache(NamedTuple):
     slot: int
     head: int
 
-    @classmethod
-    def of(cls, x: Tensor) -> Cache:
-        """``x``."""
-        return cls(x, x.stride(1), x.stride(2))
-
 
 def new_and_cached(given: Cached) -> tuple[Heads, Heads, Angles, Cache, Cache]:
     """The keys and values of new tokens, their angles, and the caches of keys and of values."""
-    return (
-        Heads.of(given.k), Heads.of(given.v), Angles.of(given.cos, given.sin), Cache.of(given.k_cache),
-        Cache.of(given.v_cache),
-    )
+    k_cache, v_cache = (Cache(x, *x.stride()[1:3]) for x in (given.k_cache, given.v_cache))
+    return Heads.of(given.k), Heads.of(given.v), Angles.of(given.cos, given.sin), k_cache, v_cache

@@ -238,6 +238,7 @@ def channel_gates_triton(given: CachedDeltaRule) -> Tensor:
     batch, rows, heads, width = given.v.shape
     (groups, size), ring_size = given.k.shape[2:], given.chunk_k.shape[1]
     q, k, v = (dense_rows(part) for part in (given.q, given.k, given.v))
+    q_strides, k_strides, v_strides = ((part.stride(0), Strides(*part.stride()[1:3])) for part in (q, k, v))
     g, beta = contiguous(given, "g", "beta")
     out = torch.empty(batch, rows, heads, width, dtype=v.dtype, device=v.device)
     unsettled = most_in_place(ring_size, CHUNK - 1) - 1
@@ -258,14 +259,14 @@ def channel_gates_triton(given: CachedDeltaRule) -> Tensor:
     }
     launch(
         _prepare_kernel, (batch, chunks, heads), q, k, g, beta, given.chunk_k, given.chunk_g, given.chunk_a, chunk_a,
-        scores, w_q, w_k, w_update, decay, given.span, given.scale, rows, chunks, q.stride(0), Strides.of(q),
-        k.stride(0), Strides.of(k), GROUP=heads // groups, NORMALISE=given.normalise, EPSILON=EPSILON, **options,
+        scores, w_q, w_k, w_update, decay, given.span, given.scale, rows, chunks, *q_strides, *k_strides,
+        GROUP=heads // groups, NORMALISE=given.normalise, EPSILON=EPSILON, **options,
     )
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     launch(
         _carry_kernel, (batch, heads, triton.cdiv(width, block)), out, v, beta, given.state, given.chunk_delta,
-        chunk_delta, chunk_a, scores, w_q, w_k, w_update, decay, given.span, rows, chunks, v.stride(0),
-        Strides.of(v), VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES, **options,
+        chunk_delta, chunk_a, scores, w_q, w_k, w_update, decay, given.span, rows, chunks, *v_strides, VALUE=width,
+        BLOCK=block, STAGES=1 if in_place else _STAGES, **options,
     )
     if not in_place:
         last = (k, g.to(given.chunk_g.dtype), *(part[:, behind:] for part in stored))

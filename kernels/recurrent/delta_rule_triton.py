@@ -376,7 +376,7 @@ def cached_delta_rule_triton(given: CachedDeltaRule) -> Tensor:
         cache if in_place else cache.new_empty(*lines, *cache.shape[2:]) for cache in (given.chunk_k, given.chunk_a)
     )
     unit = common_stride(q, k, v)
-    q_strides, k_strides, v_strides = ((part.stride(0) // unit, Strides.of(part)) for part in (q, k, v))
+    q_strides, k_strides, v_strides = ((part.stride(0) // unit, Strides(*part.stride()[1:3])) for part in (q, k, v))
     options: dict[str, Any] = {
         "UNIT": unit, "HEADS": heads, "GROUP": heads // groups, "KEY": size, "RING": ring_size, "BEHIND": behind,
         "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False,

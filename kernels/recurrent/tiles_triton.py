@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
@@ -34,11 +33,6 @@ class Strides(NamedTuple):
 
     row: int
     head: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> Strides:
-        """Those of ``x``."""
-        return cls(x.stride(1), x.stride(2))
 
 
 @triton.jit
