@@ -628,13 +628,15 @@ class PlantBug(Pass):
 
 def drafting_config(
     draft: dict[str, Any], rule: str = "strict", bug: str | None = None, *, bugs: type[PlantBug] = PlantBug,
-    parallel: bool = False,
+    parallel: bool = False, recurrent: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """A configuration without kernels, whose drafter is broken if ``bug`` names one of ``bugs``.
 
-    ``draft`` are the keys of that group. ``parallel`` puts ``parallel_draft`` into the order.
+    ``draft`` are the keys of that group. ``parallel`` puts ``parallel_draft`` into the order, and ``recurrent`` puts
+    ``insert_recurrent_state`` there.
     """
-    before = ["expose_features", "insert_kv_cache", "insert_draft", *["parallel_draft"] * parallel]
+    state = ["insert_kv_cache", *["insert_recurrent_state"] * recurrent]
+    before = ["expose_features", *state, "insert_draft", *["parallel_draft"] * parallel]
     planted = {"plant_bug": {"_target_": f"{bugs.__module__}.{bugs.__qualname__}", "bug": bug}} if bug else {}
     order = [*before, *planted, "insert_verify"]
     return {**CONFIG, "draft": draft, "verify": {"rule": rule}, "pipeline": {"order": order, "verify": False},

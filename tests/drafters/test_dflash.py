@@ -1,6 +1,5 @@
 """DFlash heads: layouts, misfits, the formula, other implementations, equal tokens, history, a dump, a bench.
 
-A head has one test file, so this one is longer than others.
 The oracle of the detectors is the published formula in plain PyTorch, without a cache. Each planted bug, and what
 caught it here (``test_planted_bugs_are_caught`` asserts the hits; tokens would stay equal):
 
@@ -30,11 +29,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import specgraph
-from specgraph import SpeculativeDecoder
-from specgraph.bench import run as bench_run
-from specgraph.cli import main
 from specgraph.drafters import dflash
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash import DFlashDraftConfig, DFlashDrafter
@@ -49,8 +46,9 @@ from specgraph.kernels.step.block import block_rows
 from tests import harness
 from tests.checkpoints.layouts import VOCAB, Written
 from tests.checkpoints.running import info
-from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
-from tests.detectors import NextLogits, check_fresh_start, check_oracle, failing
+from tests.decoding import CONFIG
+from tests.detectors import NextLogits, check_oracle
+from tests.drafters.contract import CachedDraftContract, Case, by_rule, planted
 from tests.drafters.dflash_formula import (
     BLOCK,
     GIVEN,
@@ -62,14 +60,11 @@ from tests.drafters.dflash_formula import (
     tensors,
     z_lab,
 )
-from tests.dump.test_dump import assert_runs_alike
-from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run, slots_of
-from tests.models import exact_norms, make_model, ragged_prompts
+from tests.drafters.files_contract import FilesContract
+from tests.harness import Run, drafting_config, drafting_stage, forced_run, slots_of
+from tests.models import exact_norms, make_model
 
-QUICK: dict[str, Any] = {"pipeline": {"verify": False}}
 EXPORT = functools.cache(dflash.export_block)
-PROMPTS = ragged_prompts((3, 9, 5))
-LIMITS = (48, 41, 23)
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +74,6 @@ def cached_exports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Layouts
-
-
-def load(folder: Path, **options: Any) -> DraftHead:
-    return DFlashDrafter.load(open_checkpoint(folder), DFlashDraftConfig(**options), target(), info(target()))
 
 
 def save(name: str, folder: Path) -> Path:
@@ -97,7 +88,7 @@ def save(name: str, folder: Path) -> Path:
 def head(name: str) -> DraftHead:
     """One of ``GIVEN`` by way of its files, computing in float64 throughout."""
     with tempfile.TemporaryDirectory() as folder:
-        made = load(save(name, Path(folder)))
+        made = TestFiles.load(save(name, Path(folder)))
     exact_norms(made.module)
     return made
 
@@ -108,7 +99,7 @@ def test_a_layout_is_recognised_and_loaded(name: str, tmp_path: Path) -> None:
     found = open_checkpoint(save(name, tmp_path))
     assert (found.kind, found.layout, found.algorithm) == ("dflash", name.partition(",")[0] if "spec" in name else
                                                            "z-lab", "dflash")  # fmt: skip
-    loaded = load(tmp_path)
+    loaded = TestFiles.load(tmp_path)
     module: DFlash = loaded.module
     assert (loaded.features, loaded.mask_token_id, loaded.parallel) == ((1, 3), MASK, False)
     assert module.config.masks == tuple(BlockMask(s.window, s.causal, s.anchored) for s in given.seen)
@@ -128,9 +119,7 @@ def test_a_layout_is_recognised_and_loaded(name: str, tmp_path: Path) -> None:
 
 def test_options_say_where_they_come_from(tmp_path: Path) -> None:
     def options(given: Written, layers: int | None = 4, **changed: Any) -> dict[str, tuple[Any, str]]:
-        checkpoint = open_checkpoint(given.save(tmp_path))
-        choices = DFlashDrafter.choices(checkpoint, DFlashDraftConfig(**changed), layers)
-        return {c.name: (c.value, c.source) for c in choices}
+        return TestFiles.choices(given.save(tmp_path), layers, **changed)
 
     found = options(z_lab(tensors(), {"target_layer_ids": None}, rope_theta=7.0), 36)
     assert found == {
@@ -171,7 +160,7 @@ def test_a_mask_embedding_needs_no_row_of_the_embedding(tmp_path: Path) -> None:
     assert given.mask_embedding is not None
     given.written.save(tmp_path)
     torch.save({"embedding": given.mask_embedding[None], "mask_token_id": VOCAB + 50}, tmp_path / "mask_embedding.pt")
-    loaded = load(tmp_path)
+    loaded = TestFiles.load(tmp_path)
     assert loaded.mask_token_id == VOCAB + 50
     assert torch.equal(loaded.module.mask_embedding.flatten(), given.mask_embedding.double())
 
@@ -245,20 +234,11 @@ MISFITS: dict[str, tuple[Callable[[], Written], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MISFITS)
-def test_misfits_get_one_sentence(case: str, tmp_path: Path) -> None:
-    make, message = MISFITS[case]
-    make().save(tmp_path)
-    with pytest.raises(ConfigError, match=message) as caught:
-        load(tmp_path)
-    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
-
-
 def test_a_damaged_mask_embedding_is_named(tmp_path: Path) -> None:
     z_lab(tensors()).save(tmp_path)
     torch.save({"weight": torch.zeros(32)}, tmp_path / "mask_embedding.pt")
     with pytest.raises(ConfigError, match=r"mask_embedding.pt holds no tensor 'embedding'; remove the file or"):
-        load(tmp_path)
+        TestFiles.load(tmp_path)
 
 
 def bind(name: str, count: int, rows: int | None = None) -> DFlashDrafter:
@@ -291,7 +271,7 @@ def test_rows_that_give_too_few_drafts_or_were_not_trained_are_refused(rows: int
 def test_a_shift_by_the_key_of_jetspec(tmp_path: Path) -> None:
     """JetSpec's causal heads have z-lab's layout, and a key of their own for rows that predict the next token."""
     z_lab(tensors(), {"causal_head": True, "draft_shift": True}).save(tmp_path)
-    config = load(tmp_path).module.config
+    config = TestFiles.load(tmp_path).module.config
     assert config.sample_from_anchor and all(mask.causal for mask in config.masks)
 
 
@@ -305,15 +285,14 @@ def test_the_other_name_of_the_shift(place: str, tmp_path: Path) -> None:
         return tmp_path
 
     for value in (True, False):
-        assert load(saved("query_zero_predicts_next", value)).module.config.sample_from_anchor is value
+        assert TestFiles.load(saved("query_zero_predicts_next", value)).module.config.sample_from_anchor is value
         both = saved("query_zero_predicts_next", value, sample_from_anchor=value)
-        assert load(both).module.config.sample_from_anchor is value
+        assert TestFiles.load(both).module.config.sample_from_anchor is value
         with pytest.raises(ConfigError, match=r"sample_from_anchor=.* and query_zero_predicts_next=.*, which are"):
-            load(saved("query_zero_predicts_next", value, sample_from_anchor=not value))
-    checkpoint = open_checkpoint(saved("query_zero_predicts_next", True))
-    (found,) = (c for c in DFlashDrafter.choices(checkpoint, DFlashDraftConfig(), 4) if c.name == "sample_from_anchor")
+            TestFiles.load(saved("query_zero_predicts_next", value, sample_from_anchor=not value))
+    found = TestFiles.choices(saved("query_zero_predicts_next", True))["sample_from_anchor"]
     where = "dflash_config" if place == "dflash_config" else "config.json"
-    assert (found.value, found.source) == (True, f"{where}.query_zero_predicts_next")
+    assert found == (True, f"{where}.query_zero_predicts_next")
 
 
 @pytest.mark.parametrize(
@@ -337,17 +316,6 @@ def test_heads_with_the_same_layers_are_told_apart(name: str, words: str, tmp_pa
 
 
 @functools.cache
-def decoder(name: str, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
-    config = drafting_config({"kind": "dflash", "num_speculative_tokens": k}, rule, bug, bugs=PlantBug)
-    return specgraph.compile_speculative(target(), config, draft=head(name))
-
-
-@functools.cache
-def forced(name: str, k: int, rule: str = "strict", bug: str | None = None) -> Run:
-    return forced_run(drafting_stage(decoder(name, k, rule, bug)), PROMPTS, LIMITS, seed=0)
-
-
-@functools.cache
 def logits_behind(name: str, accepted: tuple[int, ...], count: int) -> Tensor:
     return block_logits(name, accepted, count)
 
@@ -361,79 +329,6 @@ def oracle(name: str, block_size: int = BLOCK) -> NextLogits:
         return torch.stack([logits_behind(name, tuple(known), count)[len(drafts)] for known, drafts in pairs])
 
     return next_logits
-
-
-def check_slots(run: Run) -> None:
-    """Exactly the accepted rows but the newest are kept, once in every layer, and the block writes nothing."""
-    for at, step in enumerate(run.steps):
-        expected = []
-        for row, (start, count) in enumerate(zip(step.start, step.num_emitted, strict=True)):
-            own = slots_of(run, row, range(start, start + count))
-            expected.append(own + [-1] * (step.width - count))
-        layers = run.program.drafter.models["draft"].num_layers
-        assert step.slots["other"] == []
-        assert [s.tolist() for s in step.slots["draft"]] == [expected] * (2 * layers), f"step {at}"
-
-
-def caught_by(run: Run, name: str, rule: str = "strict") -> set[str]:
-    """The detectors that fail on a run."""
-    detectors: dict[str, Callable[[], None]] = {
-        "fresh start": lambda: check_fresh_start(run),
-        "oracle": lambda: check_oracle(run, oracle(name), rule),
-        "slots": lambda: check_slots(run),
-    }
-    return failing(detectors)
-
-
-cases = pytest.mark.parametrize(
-    ("name", "k", "rule"),
-    [("z-lab", k, "strict") for k in (1, 3, 7)]
-    + [(name, 3 if index % 2 else 7, "probabilistic") for index, name in enumerate(GIVEN)],
-)
-
-
-@cases
-def test_drafts_do_not_depend_on_history(name: str, k: int, rule: str) -> None:
-    run = forced(name, k, rule)
-    assert not run.program.drafter.chained and run.program.drafter.features == (1, 3)
-    check_fresh_start(run)
-
-
-@cases
-def test_drafts_are_those_of_the_formula_without_a_cache(name: str, k: int, rule: str) -> None:
-    check_oracle(forced(name, k, rule), oracle(name), rule)
-
-
-@cases
-def test_only_accepted_rows_are_written(name: str, k: int, rule: str) -> None:
-    check_slots(forced(name, k, rule))
-
-
-def test_a_step_may_run_fewer_rows_than_the_training() -> None:
-    config = drafting_config({"kind": "dflash", "num_speculative_tokens": 3, "block_rows": 4}, bugs=PlantBug)
-    stage = drafting_stage(specgraph.compile_speculative(target(), config, draft=head("z-lab")))
-    check_oracle(forced_run(stage, PROMPTS, LIMITS, seed=0), oracle("z-lab", 4), "strict")
-    assert not torch.equal(logits_behind("z-lab", (1, 2, 3), 3), logits_behind("z-lab", (1, 2, 3), BLOCK - 1)[:3])
-
-
-@pytest.mark.parametrize("k", [3, 7])
-def test_histories_accept_none_and_all_and_reach_the_end(k: int) -> None:
-    run = forced("z-lab", k)
-    assert {0, k} <= set(run.accept_counts)
-    assert len(run.steps[-1].accepted[2]) == LIMITS[2]
-
-
-@pytest.mark.parametrize("name", ["z-lab", "windows everywhere"])
-def test_nothing_but_the_context_is_read(name: str) -> None:
-    run = forced_run(drafting_stage(decoder(name, 3)), PROMPTS, LIMITS, seed=0, poison=True)
-    check_oracle(run, oracle(name), "strict")
-
-
-@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
-def test_real_decoding_passes_every_detector(rule: str) -> None:
-    run = real_run(decoder("speculators, sliding", 7, rule), ragged_prompts((3, 17, 8)), (30, 41, 23))
-    assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
-    assert caught_by(run, "speculators, sliding", rule) == set()
 
 
 def _inputs(module: str, **changed: Callable[[Tensor], Tensor]) -> Callable[[Program], int]:
@@ -498,41 +393,52 @@ class PlantBug(harness.PlantBug):
     bugs: ClassVar = {name: bug[0] for name, bug in BUGS.items()}
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug: str) -> None:
-    assert caught_by(forced("z-lab", 3, bug=bug), "z-lab") >= BUGS[bug][1]
+class TestDrafts(CachedDraftContract):
+    KIND = "dflash"
+    CASES = (
+        *(Case("z-lab", k) for k in (1, 3, 7)),
+        *(Case(name, 3 if index % 2 else 7, "probabilistic") for index, name in enumerate(GIVEN)),
+    )
+    REAL = by_rule("speculators, sliding", 7)
+    SEEDED = (Case("z-lab", 7), Case("z-lab", 1), Case("speculators, sliding", 7))
+    POISONED = (Case("z-lab", 3), Case("windows everywhere", 3, "probabilistic"))
+    BUGS = planted(Case("z-lab", 3), {name: bug[1] for name, bug in BUGS.items()})
+    BUG_PASS = PlantBug
+
+    @classmethod
+    def target(cls) -> PreTrainedModel:
+        return target()
+
+    @classmethod
+    def draft(cls, name: str) -> DraftHead:
+        return head(name)
+
+    @classmethod
+    def oracle(cls, name: str) -> NextLogits:
+        return oracle(name)
+
+    @classmethod
+    def check_slots(cls, run: Run) -> None:
+        """Exactly the accepted rows but the newest are kept, once in every layer, and the block writes nothing."""
+        for at, step in enumerate(run.steps):
+            expected = []
+            for row, (start, count) in enumerate(zip(step.start, step.num_emitted, strict=True)):
+                own = slots_of(run, row, range(start, start + count))
+                expected.append(own + [-1] * (step.width - count))
+            layers = run.program.drafter.models["draft"].num_layers
+            assert step.slots["other"] == []
+            assert [s.tolist() for s in step.slots["draft"]] == [expected] * (2 * layers), f"step {at}"
+
+    def check_program(self, case: Case, program: Program) -> None:
+        assert not program.drafter.chained and program.drafter.features == (1, 3)
+        assert len(program.with_role("draft")) == 1
 
 
-def tokens_of(tested: SpeculativeDecoder, **changed: Any) -> list[list[int]]:
-    options: dict[str, Any] = {"temperature": [0.0, 0.8, 1.3], "seed": [11, -5, 7], **changed}
-    out = tested.generate(PROMPTS, max_new_tokens=18, eos_token_id=[], **options)
-    return [tokens.tolist() for tokens in out.new_tokens]
-
-
-@functools.cache
-def plain_tokens() -> list[list[int]]:
-    return tokens_of(compiled(target(), "none", 1, **QUICK))
-
-
-# Equal tokens
-
-
-@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
-def test_greedy_tokens_are_those_of_transformers(rule: str) -> None:
-    found = decoder("z-lab", 3, rule).generate(PROMPTS, max_new_tokens=18)
-    assert_same_tokens(target(), PROMPTS, found.new_tokens, reference_greedy(target(), PROMPTS, 18))
-
-
-@pytest.mark.parametrize(("name", "k"), [("z-lab", 1), ("z-lab", 7), ("speculators, sliding", 7)])
-def test_seeded_tokens_are_those_without_drafts(name: str, k: int) -> None:
-    assert tokens_of(decoder(name, k)) == plain_tokens()
-
-
-def test_one_sequence_of_one_token() -> None:
-    outs = [d.generate([torch.tensor([5])], max_new_tokens=12, temperature=1.0, seed=[3], eos_token_id=[])
-            for d in (decoder("z-lab", 3), compiled(target(), "none", 1, **QUICK))]  # fmt: skip
-    assert outs[0].new_tokens[0].tolist() == outs[1].new_tokens[0].tolist()
-    assert outs[0].new_tokens[0].numel() == 12
+def test_a_step_may_run_fewer_rows_than_the_training() -> None:
+    config = drafting_config({"kind": "dflash", "num_speculative_tokens": 3, "block_rows": 4}, bugs=PlantBug)
+    stage = drafting_stage(specgraph.compile_speculative(target(), config, draft=head("z-lab")))
+    check_oracle(forced_run(stage, TestDrafts.PROMPTS, TestDrafts.LIMITS, seed=0), oracle("z-lab", 4), "strict")
+    assert not torch.equal(logits_behind("z-lab", (1, 2, 3), 3), logits_behind("z-lab", (1, 2, 3), BLOCK - 1)[:3])
 
 
 # The graphs
@@ -540,7 +446,7 @@ def test_one_sequence_of_one_token() -> None:
 
 @pytest.mark.parametrize("k", [3, 7])
 def test_the_step_is_one_call_of_a_block_and_reads_pages_only_where_it_must(k: int) -> None:
-    program = drafting_stage(decoder("z-lab", k))
+    program = drafting_stage(TestDrafts.decoder(Case("z-lab", k)))
     shown = [node for node in program.graph.nodes if node.op in ("call_function", "call_module")]
     assert len(shown) <= 25 and len(program.with_role("draft")) == 1
     inputs = {name: [node.name for node in program.modules[name].graph.find_nodes(op="placeholder")]
@@ -553,60 +459,46 @@ def test_the_step_is_one_call_of_a_block_and_reads_pages_only_where_it_must(k: i
     assert reads_of(program.modules["draft_context"]).cache_bytes(100) == 0
     per_row = 2 * 2 * 2 * 8 * 8  # two layers, keys and values of two heads of 8 numbers of 8 bytes
     assert reads_of(program.modules["draft"]).cache_bytes(100) == 100 * per_row
-    sliding = drafting_stage(decoder("windows everywhere", 3)).modules["draft"]
+    sliding = drafting_stage(TestDrafts.decoder(Case("windows everywhere", 3, "probabilistic"))).modules["draft"]
     assert reads_of(sliding).cache_bytes(100) == WINDOW * per_row
 
 
-# What a user sees of it
+# Files and commands
 
 
-def test_a_checkpoint_by_its_folder_and_the_report(tmp_path: Path) -> None:
-    config = {**CONFIG, **QUICK, "draft": {"num_speculative_tokens": 3}}
-    tested = specgraph.compile_speculative(target(), config, draft=save("mask embedding", tmp_path))
-    assert tested.stages["trace"].drafter.kind == "dflash"
-    assert tokens_of(tested) == plain_tokens()
-    lines, size = tested.report().splitlines(), f"{VOCAB * 32 * 8:,} bytes (the checkpoint has none)"
-    assert f"- draft: dflash in the z-lab layout, {tmp_path}" in lines
-    for name, own in (("embed_tokens", "model.embed_tokens"), ("lm_head", "lm_head")):
-        assert f"- shared while loading: draft.{name}.weight is target.{own}.weight, {size}" in lines
+class TestFiles(FilesContract):
+    DRAFTS = TestDrafts
+    DRAFTER = DFlashDrafter
+    MISFITS = MISFITS
+    SAVED = (
+        "z-lab", "reduced vocabulary, own embedding, biases", "mask embedding", "causal", "windows everywhere",
+        "one layer without norms", "speculators", "speculators, from the anchor",
+    )  # fmt: skip
+    LAYOUT = "z-lab"
+    INSPECTED = (
+        ["layout", "z-lab"], ["block_size", "8", "config.json"], ["mask_token_id", "7", "mask_embedding.pt"],
+        ["feature_layers", "hs[1], hs[3]", "dflash_config.target_layer_ids"],
+    )  # fmt: skip
+    UNFIT = (
+        lambda: make_model("llama"),
+        "would read the hidden states [1, 3] (dflash_config.target_layer_ids) of a target with 2 layers",
+    )
 
+    @classmethod
+    def example(cls, folder: Path) -> Path:
+        return save("mask embedding", folder)
 
-def test_a_dump_runs_bit_for_bit_as_the_decoder(tmp_path: Path) -> None:
-    tested = decoder("speculators, sliding", 3, "probabilistic")
-    folder = tested.dump(tmp_path / "graphs")
-    for index, (name, program) in enumerate(tested.stages.items()):
-        if name in ("insert_draft", "insert_verify"):
-            assert_runs_alike(specgraph.load_dump(folder / f"{index:02d}_{name}"), program)
+    @classmethod
+    def stored(cls, name: str) -> set[str]:
+        return {*GIVEN[name].written.tensors} - {"t2d"}
 
-
-SAVED = ["z-lab", "reduced vocabulary, own embedding, biases", "mask embedding", "causal", "windows everywhere",
-         "one layer without norms", "speculators", "speculators, from the anchor"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SAVED)
-def test_what_is_saved_is_what_is_loaded(name: str, tmp_path: Path) -> None:
-    given = head(name)
-    folder = DFlashDrafter.save_head(given, tmp_path, target_name="target", algorithm="dflash",
-                                     num_speculative_tokens=3, shared=target().parameters())  # fmt: skip
-    stored = GIVEN[name].written.tensors.keys() - {"t2d"}
-    assert open_checkpoint(folder).layout == "z-lab" and open_checkpoint(folder).tensors.keys() == stored
-    again = load(folder)
-    assert (again.features, again.mask_token_id) == (given.features, given.mask_token_id)
-    for field in (
-        "masks",
-        "block_size",
-        "sample_from_anchor",
-        "draft_vocab_size",
-        "target_hidden_size",
-        "num_features",
-    ):
-        assert getattr(again.module.config, field) == getattr(given.module.config, field)
-    assert torch.equal(again.module.rotary.inv_freq, given.module.rotary.inv_freq)
-    for (key, tensor), (other, expected) in zip(again.module.named_parameters(), given.module.named_parameters(),
-                                                strict=True):  # fmt: skip
-        assert key == other and torch.equal(tensor, expected)
-    ids = [each.module.draft_to_target for each in (again, given)]
-    assert ids[0] is ids[1] is None or torch.equal(*ids)
+    def check_saved(self, again: DraftHead, given: DraftHead) -> None:
+        fields = (
+            "masks", "block_size", "sample_from_anchor", "draft_vocab_size", "target_hidden_size", "num_features"
+        )  # fmt: skip
+        for field in fields:
+            assert getattr(again.module.config, field) == getattr(given.module.config, field)
+        assert torch.equal(again.module.rotary.inv_freq, given.module.rotary.inv_freq)
 
 
 def test_what_the_layout_cannot_express_is_refused(tmp_path: Path) -> None:
@@ -617,40 +509,15 @@ def test_what_the_layout_cannot_express_is_refused(tmp_path: Path) -> None:
         DFlashDrafter.save_head(replace(head("z-lab"), features=(0, 3)), tmp_path, **options)
 
 
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target().save_pretrained(tmp_path / "target")
-    save("mask embedding", tmp_path / "head")
-    assert main(["inspect", str(tmp_path / "head"), f"target={tmp_path / 'target'}"]) == 0
-    cells = [[cell.strip() for cell in row.split("  ") if cell] for row in capsys.readouterr().out.splitlines()]
-    for expected in (
-        ["kind", "dflash"], ["layout", "z-lab"], ["fits the target", "yes"], ["block_size", "8", "config.json"],
-        ["mask_token_id", "7", "mask_embedding.pt"],
-        ["feature_layers", "hs[1], hs[3]", "dflash_config.target_layer_ids"],
-    ):  # fmt: skip
-        assert expected in cells, (expected, cells)
-    make_model("llama").save_pretrained(tmp_path / "other")
-    assert main(["inspect", str(tmp_path / "head"), f"target={tmp_path / 'other'}"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert "would read the hidden states [1, 3] (dflash_config.target_layer_ids) of a target with 2 layers" in shown[-1]
-
-
-def test_bench_with_a_random_head(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_run, "measure_bandwidth", lambda device: 1e9)
-    options = ["device=cpu", "batch_sizes=[2]", "num_speculative_tokens=[2]", "steps=2", "warmup=1", "prompt_length=9",
-               "pipeline.verify=false", "debug.self_check=false"]  # fmt: skip
-    assert main(["bench", "target=tiny-shape", "draft=dflash", *options]) == 0
-    assert "dflash (random)" in capsys.readouterr().out
-
-
 def test_a_head_is_lowered_with_its_target(tmp_path: Path) -> None:
     """Rotations are in the ops of the head, and drafts stay the same."""
     model = make_model("llama", dtype=torch.float64, num_hidden_layers=4)
     checkpoint = open_checkpoint(save("windows everywhere", tmp_path))
     made = DFlashDrafter.load(checkpoint, DFlashDraftConfig(), model, info(model))
-    config = {**CONFIG, **QUICK, "draft": {"kind": "dflash", "num_speculative_tokens": 3}}
+    config = {**CONFIG, "draft": {"kind": "dflash", "num_speculative_tokens": 3}}
     decoders = [specgraph.compile_speculative(model, {**config, "lowering": {"name": name}}, draft=made)
                 for name in ("eager", "gpu")]  # fmt: skip
-    eager, lowered = (each.generate(PROMPTS, max_new_tokens=14, temperature=[0.0, 0.8, 1.3], seed=[1, 2, 3],
+    eager, lowered = (each.generate(TestDrafts.PROMPTS, max_new_tokens=14, temperature=[0.0, 0.8, 1.3], seed=[1, 2, 3],
                                     eos_token_id=[]) for each in decoders)  # fmt: skip
     assert all(map(torch.equal, eager.new_tokens, lowered.new_tokens))
     assert eager.stats.emitted_per_step == lowered.stats.emitted_per_step

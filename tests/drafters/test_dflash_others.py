@@ -18,6 +18,7 @@ from specgraph.drafters import dflash
 from specgraph.kernels.state import buffers_of
 from tests.checkpoints.layouts import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB
 from tests.drafters import test_dflash
+from tests.drafters.contract import Case
 from tests.drafters.dflash_formula import BLOCK, EPS, GIVEN, MASK, WINDOW, Seen, formula, target
 from tests.harness import drafting_stage
 from tests.models import exact_norms
@@ -42,7 +43,7 @@ def example() -> tuple[Tensor, list[int]]:
 @torch.no_grad()
 def ours(name: str, features: Tensor, anchor: int, count: int) -> Tensor:
     """Logits ``[count, Vd]`` of the drafts of a block behind a context with ``features`` ``[P, 2 * Ht]``."""
-    program, length = drafting_stage(test_dflash.decoder(name, count)), len(features)
+    program, length = drafting_stage(test_dflash.TestDrafts.decoder(Case(name, count))), len(features)
     sizes = {"N": 9, "B": 1}
     caches = tuple(b.allocate(sizes, "cpu") for b in buffers_of(program.inputs["draft_caches"]))
     table = torch.tensor([[7, 2, 5, 0, 8, 1, 3]])

@@ -6,7 +6,7 @@ import copy
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,19 +17,16 @@ import specgraph
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash import DFlashDraftConfig, DFlashDrafter
 from specgraph.drafters.registry import open_checkpoint
-from specgraph.errors import ConfigError
-from specgraph.training import run as training_run
-from specgraph.training import train_head
 from specgraph.training.chain import ChainLoss, counted_rows
 from specgraph.training.config import ChainConfig, HeadConfig, HeadTrainConfig
 from specgraph.training.data import Encoded, collate
-from specgraph.training.head import bf16_copy, build_head, start_from
+from specgraph.training.head import build_head, start_from
 from specgraph.training.teacher import Teacher
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG
 from tests.drafters.dflash_formula import BLOCK, GIVEN, MASK, formula, target
 from tests.drafters.test_dflash import head
-from tests.drafters.test_eagle import run_of, small_target, tokenizer
+from tests.drafters.training_contract import Trained, TrainingContract, run_of, small_target
 from tests.harness import Options, Run, fresh_start
 from tests.models import exact_norms, ragged_prompts
 
@@ -124,40 +121,34 @@ def test_drawn_anchors_are_tokens_of_answers() -> None:
 
 
 def settings(folder: Path, **head_options: Any) -> HeadTrainConfig:
-    config = replace(run_of(folder), draft="dflash", head=HeadConfig(model_type="qwen3", **head_options))
-    config.chain.steps, config.chain.anchors = 4, 0.5
-    return config
+    chain, options = ChainConfig(steps=4, anchors=0.5), HeadConfig(model_type="qwen3", **head_options)
+    return replace(run_of(folder, "dflash"), head=options, chain=chain)
 
 
-def test_training_lowers_the_loss_and_the_saved_head_drafts_as_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, saved = small_target(), []
-    monkeypatch.setattr(training_run, "Teacher", functools.cache(Teacher))
-    monkeypatch.setattr(training_run, "bf16_copy", lambda given: saved.append(bf16_copy(given)) or saved[-1])
-    report = train_head(model, tokenizer(), settings(tmp_path, layers=2))
-    losses = [loss for _, loss in report.progress.losses]
-    assert losses[-1] < losses[0]
-    checkpoint = open_checkpoint(tmp_path / "head")
-    assert (checkpoint.kind, checkpoint.layout) == ("dflash", "z-lab")
-    assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {torch.bfloat16}
-    assert not any("embed" in name or "lm_head" in name for name in checkpoint.tensors), "the target has them"
-    choices = {c.name: c.value for c in DFlashDrafter.choices(checkpoint, DFlashDraftConfig(), 2)}
-    assert (choices["block_size"], choices["num_layers"], choices["layer_type"]) == (5, 2, "qwen3")
-    loaded = DFlashDrafter.load(checkpoint, DFlashDraftConfig(), model, info(model))
-    assert (loaded.features, loaded.mask_token_id) == ((1, 2), 1)
-    trained = dict(saved[-1].module.named_parameters())
-    assert "mask_embedding" in trained
-    for name, own in loaded.module.named_parameters():
-        assert torch.equal(own, trained[name].to(own.dtype)), name
-    continued = build_head(model, settings(tmp_path, layers=2), 1, [])
-    start_from(continued.module, str(tmp_path / "head"))
-    assert torch.equal(continued.module.mask_embedding, trained["mask_embedding"].float())
-    exact = copy.deepcopy(model).double()
-    exact_norms(exact)
-    found_head = DFlashDrafter.load(checkpoint, DFlashDraftConfig(), exact, info(exact))
-    exact_norms(found_head.module)
-    assert_drafted(exact, found_head, "dflash", 4)
+class TestTraining(TrainingContract):
+    KIND, DRAFTER, LAYOUT = "dflash", DFlashDrafter, "z-lab"
+    CHOICES: ClassVar = {"block_size": 5, "num_layers": 2, "layer_type": "qwen3"}
+    REFUSED = (
+        ({"feature_layers": [0, 1]}, "head.feature_layers=[0, 1]: heads of this kind read outputs of layers;"),
+    )  # fmt: skip
+
+    @classmethod
+    def settings(cls, folder: Path) -> HeadTrainConfig:
+        return settings(folder, layers=2)
+
+    def check_trained(self, trained: Trained, loaded: DraftHead) -> None:
+        """The saved head also drafts as it was trained, and training goes on from it."""
+        model, embedding = small_target(), trained.saved.module.mask_embedding
+        assert (loaded.features, loaded.mask_token_id) == ((1, 2), 1)
+        assert torch.equal(loaded.module.mask_embedding, embedding.to(loaded.module.mask_embedding.dtype))
+        continued = build_head(model, trained.config, 1, [])
+        start_from(continued.module, str(trained.folder))
+        assert torch.equal(continued.module.mask_embedding, embedding.float())
+        exact = copy.deepcopy(model).double()
+        exact_norms(exact)
+        found = DFlashDrafter.load(trained.checkpoint, DFlashDraftConfig(), exact, info(exact))
+        exact_norms(found.module)
+        assert_drafted(exact, found, "dflash", 4)
 
 
 @torch.no_grad()
@@ -192,5 +183,3 @@ def test_a_new_head() -> None:
     rows = counted_rows(batch.weights, ChainConfig(steps=steps))
     losses = ChainLoss(made, steps)(batch.tokens, Teacher(model, made.features)(batch.tokens), rows)
     assert losses.isfinite().all()
-    with pytest.raises(ConfigError, match=r"head.feature_layers=\[0, 1\]: heads of this kind read outputs of layers;"):
-        build_head(model, replace(config, head=HeadConfig(feature_layers=[0, 1])), 1, [])

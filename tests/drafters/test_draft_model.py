@@ -39,18 +39,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph import SpeculativeDecoder
-from specgraph.drafters.step import VERIFIED
 from specgraph.runtime.outputs.output import GenerateOutput
-from tests import harness
 from tests.decoding import compiled
-from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
-from tests.harness import Run, drafting_stage, forced_run, real_run, slots_of
+from tests.detectors import NextLogits, caught_by
+from tests.drafters.contract import CachedDraftContract, Case, planted
+from tests.harness import Run, real_run
 from tests.models import VOCAB, double_model, ragged_prompts
 from tests.pairwise import cover, product
 
 PROMPTS = ragged_prompts((3, 9, 5))
-LIMITS = (48, 41, 23)
-"""Lengths at which the sequences end; the last one gets there within a history."""
 NEW_TOKENS = 24
 
 
@@ -85,24 +82,14 @@ def draft(name: str) -> PreTrainedModel:
 
 
 @functools.cache
-def decoder(
-    name: str, k: int, rule: str = "strict", bug: str | None = None, max_length: int | None = None, block_size: int = 4
-) -> SpeculativeDecoder:
+def decoder(name: str, k: int, *, max_length: int | None = None, block_size: int = 4) -> SpeculativeDecoder:
     """A decoder by the name of its draft: a key of ``MODELS``, ``itself``, ``ngram`` or ``none``."""
-    order = ["insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify"]
-    # Checking the graphs after every pass takes ten times as long as the passes; it has tests of its own.
-    extra: dict[str, Any] = {"verify": {"rule": rule}, "pipeline": {"order": order, "verify": False}}
-    extra |= {"max_length": max_length, "cache": {"prefill_chunk": 7, "block_size": block_size}}
-    if bug is not None:
-        extra |= {"passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}}}
+    order = ["insert_kv_cache", "insert_draft", "insert_verify"]
+    extra: dict[str, Any] = {"pipeline": {"order": order, "verify": False}, "max_length": max_length,
+                             "cache": {"prefill_chunk": 7, "block_size": block_size}}  # fmt: skip
     if name in ("ngram", "none"):
         return compiled(target(), name, k, **extra)
     return compiled(target(), "draft_model", k, draft(name), **extra)
-
-
-@functools.cache
-def forced(name: str, k: int, rule: str = "strict", seed: int = 0, bug: str | None = None) -> Run:
-    return forced_run(drafting_stage(decoder(name, k, rule, bug)), PROMPTS, LIMITS, seed=seed)
 
 
 # The oracle
@@ -130,176 +117,50 @@ def oracle(model: PreTrainedModel) -> NextLogits:
 # History independence, the oracle and the slots, over forced histories
 
 AXES = {"name": (*MODELS,), "k": (1, 4, 7), "rule": ("strict", "probabilistic")}
-drafts_and_rules = pytest.mark.parametrize([*AXES], cover(product(AXES), (0, 1)))
 
 
-@drafts_and_rules
-def test_draft_does_not_depend_on_history(name: str, k: int, rule: str) -> None:
-    check_fresh_start(forced(name, k, rule))
+class TestDrafts(CachedDraftContract):
+    KIND, TOKENS_TOO = "draft_model", True
+    CASES = tuple(dict.fromkeys((
+        *(Case(*case) for case in cover(product(AXES), (0, 1))), Case("near", 4), Case("near", 4, "probabilistic"),
+    )))  # fmt: skip
+    REAL = (Case("near", 4), Case("near", 4, "probabilistic"), Case("sliding window", 4, "block"),
+            Case("qwen3", 7, "probabilistic"))  # fmt: skip
+    SEEDED = (Case("near", 4), Case("near", 1), Case("near", 7))
+    POISONED = tuple({case.name: case for case in sorted(CASES)}.values())
+    """Of every draft the case with the most drafts."""
+    BUGS = planted(Case("near", 4), {
+        "noise off by one position": {"oracle"},
+        "chained position off by one": {"fresh start", "oracle", "slots"},
+        "catch-up skips the last row": {"fresh start", "oracle", "slots"},
+        "chained rows not written": {"oracle", "slots"},
+        "rejected rows written": {"slots"},
+        "inactive rows written": {"fresh start", "slots"},
+        "window instead of emitted": {"fresh start", "oracle"},
+        "proposals from the row before": {"oracle"},
+    }) + planted(Case("near", 4, "probabilistic"), {
+        "noise off by one position": {"oracle"}, "raw logits kept": {"oracle"},
+    })  # fmt: skip
 
+    @classmethod
+    def target(cls) -> PreTrainedModel:
+        return target()
 
-@drafts_and_rules
-def test_drafts_are_those_of_the_plain_model_without_a_cache(name: str, k: int, rule: str) -> None:
-    check_oracle(forced(name, k, rule), oracle(draft(name)), rule)
+    @classmethod
+    def draft(cls, name: str) -> PreTrainedModel:
+        return draft(name)
 
+    @classmethod
+    def oracle(cls, name: str) -> NextLogits:
+        return oracle(draft(name))
 
-@drafts_and_rules
-def test_only_own_and_real_slots_are_written(name: str, k: int, rule: str) -> None:
-    check_slots(forced(name, k, rule))
+    def check_history(self, case: Case, run: Run) -> None:
+        super().check_history(case, run)
+        assert any(0 in step.num_emitted and any(step.num_emitted) for step in run.steps)
+        assert len({step.width for step in run.steps}) > 2
 
-
-@pytest.mark.parametrize("k", [1, 4, 7])
-def test_histories_hold_every_kind_of_step(k: int) -> None:
-    run = forced("qwen3", k)
-    assert {0, k} <= set(run.accept_counts)
-    assert any(0 in step.num_emitted and any(step.num_emitted) for step in run.steps)
-    assert len({step.width for step in run.steps}) > 2
-
-
-def test_histories_reach_the_end_of_a_sequence() -> None:
-    ends = [forced("qwen3", k).steps[-1].accepted for k in (1, 4, 7)]
-    assert all(len(end[2]) == LIMITS[2] for end in ends[1:])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_rejected_rows_are_never_read(name: str) -> None:
-    run = forced_run(drafting_stage(decoder(name, 4)), PROMPTS, LIMITS, seed=0, poison=True)
-    assert all(cache.isnan().any() for cache in run.steps[-1].caches)
-    check_oracle(run, oracle(draft(name)), "strict")
-
-
-@pytest.mark.parametrize("k", [1, 7])
-def test_nothing_outside_the_sequences_is_touched(k: int) -> None:
-    run = forced("near", k)
-    owned = [slot for row, limit in enumerate(LIMITS) for slot in slots_of(run, row, range(limit))]
-    for cache in (*run.state["target_caches"], *run.state["draft_caches"]):
-        rows = cache.flatten(0, 1).clone()
-        assert len(rows) > len(owned) and rows[owned].any()
-        assert not rows.index_fill(0, torch.tensor(owned), 0).any()
-
-
-def test_a_step_in_which_nobody_is_active_changes_nothing() -> None:
-    run = forced_run(drafting_stage(decoder("qwen3", 4, "probabilistic")), PROMPTS, LIMITS, seed=1, steps=6)
-    before = {name: _flat(value) for name, value in run.state.items() if name != "num_rows"}
-    idle = torch.zeros(3, dtype=torch.int64)
-    state = {**run.state, "num_rows": idle, VERIFIED: torch.full((3, 5), -1)}
-    with torch.no_grad():
-        run.program.step()(window=torch.ones(3, 5, dtype=torch.int64), **state)
-    for name, value in before.items():
-        assert torch.equal(_flat(run.state[name]), value), name
-
-
-def _flat(value: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return torch.cat([t.flatten() for t in value]) if isinstance(value, tuple) else value.clone()
-
-
-# The same detectors over real decoding
-
-
-@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
-@pytest.mark.parametrize("name", ["near", "qwen3", "sliding window"])
-def test_real_decoding_passes_every_detector(name: str, rule: str) -> None:
-    run = real_run(decoder(name, 4, rule), ragged_prompts((3, 17, 8)), (30, 41, 23))
-    assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
-    assert caught_by(run, oracle(draft(name)), rule) == set()
-    assert name != "near" or len(set(run.accept_counts)) > 3
-
-
-# Planted bugs
-
-PLANTED: dict[str, set[str]] = {
-    "noise off by one position": {"oracle"},
-    "chained position off by one": {"fresh start", "oracle", "slots"},
-    "catch-up skips the last row": {"fresh start", "oracle", "slots"},
-    "chained rows not written": {"oracle", "slots"},
-    "rejected rows written": {"slots"},
-    "inactive rows written": {"fresh start", "slots"},
-    "window instead of emitted": {"fresh start", "oracle"},
-    "proposals from the row before": {"oracle"},
-}
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_planted_bugs_are_caught(bug: str) -> None:
-    assert caught_by(forced("qwen3", 4, bug=bug), oracle(draft("qwen3")), "strict") >= PLANTED[bug]
-
-
-@pytest.mark.parametrize("bug", ["noise off by one position", "raw logits kept"])
-def test_planted_bugs_of_drawn_rules_are_caught(bug: str) -> None:
-    run = forced("qwen3", 4, "probabilistic", bug=bug)
-    assert caught_by(run, oracle(draft("qwen3")), "probabilistic") >= {"oracle"}
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_token_equality_misses_planted_bugs(bug: str) -> None:
-    options = {**_options(3), "max_new_tokens": 18, "eos_token_id": []}
-    assert _lists(decoder("near", 4, bug=bug).generate(PROMPTS, **options)) == _plain_tokens()
-
-
-@functools.cache
-def _plain_tokens() -> list[list[int]]:
-    return _lists(decoder("none", 1).generate(PROMPTS, max_new_tokens=18, eos_token_id=[], **_options(3)))
-
-
-# n-gram lookup
-
-
-def looked_up(tokens: list[int], k: int, longest: int = 4) -> list[int]:
-    """What followed the longest, then latest, earlier occurrence of the last n-gram; padded with -1."""
-    for n in range(longest, 0, -1):
-        for end in range(len(tokens) - 1, n - 1, -1):
-            if tokens[end - n : end] == tokens[-n:]:
-                found = tokens[end : end + k]
-                return found + [-1] * (k - len(found))
-    return [-1] * k
-
-
-@functools.cache
-def ngram_run(k: int, seed: int, bug: str | None = None) -> Run:
-    """A history over few tokens, so that n-grams repeat."""
-    prompts = ragged_prompts((3, 9, 5), seed=seed, vocab=7)
-    return forced_run(drafting_stage(decoder("ngram", k, bug=bug)), prompts, LIMITS, seed=seed, alphabet=7)
-
-
-def check_ngram_history(run: Run) -> None:
-    """The buffer holds accepted tokens and nothing else, after every step."""
-    for step in run.steps:
-        assert step.history is not None
-        for row, tokens in enumerate(step.accepted):
-            started = tokens if len(tokens) > 1 else []
-            assert step.history[row].tolist() == started + [harness.UNWRITTEN] * (max(LIMITS) - len(started))
-
-
-def check_ngram_drafts(run: Run) -> None:
-    """Proposals are those of a plain search."""
-    for step in run.steps:
-        for row, count in enumerate(step.num_emitted):
-            if count > 0:
-                assert step.drafts[row].tolist() == looked_up(step.accepted[row], run.k)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("k", [1, 2, 4, 7])
-def test_ngram_depends_on_accepted_tokens_alone(k: int, seed: int) -> None:
-    run = ngram_run(k, seed)
-    check_ngram_history(run)
-    check_ngram_drafts(run)
-    check_fresh_start(run, times=len(run.steps))
-    check_slots(run)
-
-
-@pytest.mark.parametrize("k", [1, 2, 4, 7])
-def test_ngram_histories_accept_none_and_all(k: int) -> None:
-    counts = {count for seed in range(3) for count in ngram_run(k, seed).accept_counts}
-    assert {0, k} <= counts
-
-
-@pytest.mark.parametrize("bug", ["catch-up skips the last row", "rejected rows written", "window instead of emitted"])
-def test_planted_ngram_bugs_are_caught_but_not_by_tokens(bug: str) -> None:
-    options = {**_options(3), "max_new_tokens": 18, "eos_token_id": []}
-    assert _lists(decoder("ngram", 4, bug=bug).generate(PROMPTS, **options)) == _plain_tokens()
-    with pytest.raises(AssertionError):
-        check_ngram_history(ngram_run(4, 0, bug))
+    def check_real(self, case: Case, run: Run) -> None:
+        assert case.name != "near" or len(set(run.accept_counts)) > 3
 
 
 # Edge cases, through the public API

@@ -30,10 +30,7 @@ import torch
 from torch import Tensor
 
 import specgraph
-from specgraph import SpeculativeDecoder
-from specgraph.bench import run as bench_run
-from specgraph.cli import main
-from specgraph.drafters import dflash, dspark
+from specgraph.drafters import dspark
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dspark import DSparkDraftConfig, DSparkDrafter
 from specgraph.drafters.dspark_module import DSpark
@@ -42,12 +39,14 @@ from specgraph.errors import ConfigError
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.kernels.step import keep_confidence_
+from specgraph.runtime.outputs.output import GenerateOutput
 from tests import harness
 from tests.checkpoints.layouts import HIDDEN, Written
 from tests.checkpoints.running import info
-from tests.decoding import CONFIG, assert_same_tokens, reference_greedy
-from tests.detectors import NextLogits, check_fresh_start, check_oracle, failing
-from tests.drafters import test_dflash_others
+from tests.decoding import CONFIG
+from tests.detectors import NextLogits
+from tests.drafters import test_dflash, test_dflash_others
+from tests.drafters.contract import Case, Planted, by_rule
 from tests.drafters.dflash_formula import all_rows, context_of, target
 from tests.drafters.dspark_formula import (
     BLOCK,
@@ -57,67 +56,51 @@ from tests.drafters.dspark_formula import (
     refined,
     without,
 )
-from tests.drafters.test_dflash import EXPORT, LIMITS, PROMPTS, QUICK, plain_tokens, tokens_of
-from tests.harness import Run, drafting_config, drafting_stage, forced_run
+from tests.drafters.files_contract import FilesContract
+from tests.harness import Run, drafting_stage
 from tests.models import exact_norms, make_model
 
 REFINEMENTS = functools.cache(dspark.export_refinements)
+PROMPTS = test_dflash.TestDrafts.PROMPTS
 
 
 @pytest.fixture(autouse=True)
 def cached_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Export every head once for each K."""
-    monkeypatch.setattr(dspark, "export_block", EXPORT)
+    monkeypatch.setattr(dspark, "export_block", test_dflash.EXPORT)
     monkeypatch.setattr(dspark, "export_refinements", REFINEMENTS)
 
 
 # Layouts
 
 
-def load(folder: Path, **options: Any) -> DraftHead:
-    return DSparkDrafter.load(open_checkpoint(folder), DSparkDraftConfig(**options), target(), info(target()))
-
-
 @functools.cache
 def head(name: str) -> DraftHead:
     """One of ``SPARKS`` by way of its files, computing in float64 throughout."""
     with tempfile.TemporaryDirectory() as folder:
-        made = load(SPARKS[name].written.save(Path(folder)))
+        made = TestFiles.load(SPARKS[name].written.save(Path(folder)))
     exact_norms(made.module)
     return made
 
 
 @pytest.mark.parametrize("name", SPARKS)
-def test_a_layout_is_recognised_loaded_and_saved(name: str, tmp_path: Path) -> None:
+def test_a_layout_is_recognised_and_loaded(name: str, tmp_path: Path) -> None:
     given = SPARKS[name]
     found = open_checkpoint(given.written.save(tmp_path / "given"))
     layout = "speculators" if "speculators" in name else "deepspec"
     assert (found.kind, found.layout, found.algorithm) == ("dspark", layout, "dspark")
-    loaded = load(tmp_path / "given")
+    loaded = TestFiles.load(tmp_path / "given")
     module: DSpark = loaded.module
     assert (loaded.features, module.config.sample_from_anchor) == ((1, 3), given.shifted)
     stored = {n: t for n, t in given.written.tensors.items() if n not in ("d2t", "t2d")}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     assert parameters.keys() == stored.keys() | {"embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(parameters[key], tensor.double()) for key, tensor in stored.items())
-    if any(mask.anchored for mask in module.config.masks):
-        return  # which the layout of DeepSpec cannot express
-    folder = DSparkDrafter.save_head(loaded, tmp_path / "saved", target_name="target", algorithm="dspark",
-                                     num_speculative_tokens=3, shared=target().parameters())  # fmt: skip
-    assert open_checkpoint(folder).layout == "deepspec"
-    again = load(folder)
-    assert (again.features, again.mask_token_id) == (loaded.features, loaded.mask_token_id)
-    kept = [{key: value for key, value in vars(each.module.config).items() if key != "layers"}
-            for each in (again, loaded)]  # fmt: skip
-    assert kept[0] == kept[1]
-    written = dict(again.module.named_parameters())
-    assert all(torch.equal(tensor, written.pop(key)) for key, tensor in module.named_parameters()) and not written
 
 
 def test_options_say_where_they_come_from(tmp_path: Path) -> None:
     def options(given: Written) -> dict[str, tuple[Any, str]]:
-        choices = DSparkDrafter.choices(open_checkpoint(given.save(tmp_path)), DSparkDraftConfig(), 4)
-        return {choice.name: (choice.value, choice.source) for choice in choices}
+        return TestFiles.choices(given.save(tmp_path))
 
     found = options(SPARKS["deepspec"].written)
     assert found["markov_rank"] == (RANK, "config.json") and found["markov_head_type"] == ("vanilla", "config.json")
@@ -178,27 +161,7 @@ MISFITS: dict[str, tuple[Callable[[], Written], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MISFITS)
-def test_misfits_get_one_sentence(case: str, tmp_path: Path) -> None:
-    make, message = MISFITS[case]
-    make().save(tmp_path)
-    with pytest.raises(ConfigError, match=message) as caught:
-        load(tmp_path)
-    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
-
-
 # The detectors
-
-
-@functools.cache
-def decoder(name: str, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
-    config = drafting_config({"kind": "dspark", "num_speculative_tokens": k}, rule, bug, bugs=PlantBug)
-    return specgraph.compile_speculative(target(), config, draft=head(name))
-
-
-@functools.cache
-def forced(name: str, k: int, rule: str = "strict", bug: str | None = None) -> Run:
-    return forced_run(drafting_stage(decoder(name, k, rule, bug)), PROMPTS, LIMITS, seed=0)
 
 
 @functools.cache
@@ -232,34 +195,6 @@ def check_confidence(run: Run, name: str) -> None:
                 assert estimates is not None
                 expected = estimates.float()
             torch.testing.assert_close(kept, expected, rtol=0.0, atol=1e-7, msg=f"step {at}, sequence {row}")
-
-
-def caught_by(run: Run, name: str, rule: str = "strict") -> set[str]:
-    """The detectors that fail on a run."""
-    detectors: dict[str, Callable[[], None]] = {
-        "fresh start": lambda: check_fresh_start(run),
-        "oracle": lambda: check_oracle(run, oracle(name), rule),
-        "confidence": lambda: check_confidence(run, name),
-    }
-    return failing(detectors)
-
-
-CASES = [
-    ("deepspec", 1, "strict"), ("deepspec", 7, "probabilistic"), ("gated", 3, "block"), ("recurrent", 7, "strict"),
-    ("confidence alone", 3, "probabilistic"), ("speculators, gated, sliding", 7, "strict"),
-    ("speculators, recurrent, not from the anchor", 3, "probabilistic"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "k", "rule"), CASES)
-def test_drafts_do_not_depend_on_history_and_are_those_of_the_formula(name: str, k: int, rule: str) -> None:
-    run = forced(name, k, rule)
-    assert {0, k} <= set(run.accept_counts)
-    check_fresh_start(run)
-    check_oracle(run, oracle(name), rule)
-    assert ("confidence" in run.steps[-1].kept) == (head(name).module.confidence_head is not None)
-    if "confidence" in run.steps[-1].kept:
-        check_confidence(run, name)
 
 
 def _inputs(module: str, name: str, change: Callable[[Any, list[Any]], Any]) -> Callable[[Program], int]:
@@ -316,10 +251,39 @@ class PlantBug(harness.PlantBug):
     bugs: ClassVar = {name: bug[1] for name, bug in BUGS.items()}
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug: str) -> None:
-    name, _, expected = BUGS[bug]
-    assert caught_by(forced(name, 3, bug=bug), name) >= expected
+class TestDrafts(test_dflash.TestDrafts):
+    KIND = "dspark"
+    CASES = (
+        Case("deepspec", 1), Case("deepspec", 3), Case("deepspec", 7, "probabilistic"), Case("gated", 3, "block"),
+        Case("recurrent", 7), Case("confidence alone", 3, "probabilistic"), Case("speculators, gated, sliding", 7),
+        Case("speculators, recurrent, not from the anchor", 3),
+        Case("speculators, recurrent, not from the anchor", 3, "probabilistic"),
+    )  # fmt: skip
+    REAL = by_rule("recurrent", 7)
+    SEEDED = (Case("deepspec", 3), Case("deepspec", 1), Case("recurrent", 7))
+    POISONED = (Case("deepspec", 3), Case("speculators, gated, sliding", 7))
+    BUGS = tuple(Planted(bug, Case(name, 3), caught) for bug, (name, _, caught) in BUGS.items())
+    BUG_PASS = PlantBug
+
+    @classmethod
+    def draft(cls, name: str) -> DraftHead:
+        return head(name)
+
+    @classmethod
+    def oracle(cls, name: str) -> NextLogits:
+        return oracle(name)
+
+    @classmethod
+    def detectors(cls, run: Run, case: Case) -> dict[str, Callable[[], None]]:
+        """With one for the estimates, if the head makes any."""
+        found = super().detectors(run, case)
+        assert ("confidence" in run.steps[-1].kept) == (head(case.name).module.confidence_head is not None)
+        return found | (
+            {"confidence": lambda: check_confidence(run, case.name)} if "confidence" in run.steps[-1].kept else {}
+        )
+
+    def check_greedy(self, case: Case, out: GenerateOutput) -> None:
+        assert out.stats.confidence_per_position == []
 
 
 # Another implementation
@@ -385,23 +349,11 @@ def _theirs(
     return seen["logits"][0, first:], seen["confidence"][0, first:]
 
 
-# Equal tokens, and what a user sees
-
-
-@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
-def test_greedy_tokens_are_those_of_transformers(rule: str) -> None:
-    found = decoder("recurrent", 7, rule).generate(PROMPTS, max_new_tokens=18)
-    assert_same_tokens(target(), PROMPTS, found.new_tokens, reference_greedy(target(), PROMPTS, 18))
-    assert found.stats.confidence_per_position == []
-
-
-@pytest.mark.parametrize(("name", "k"), [("deepspec", 1), ("gated", 3), ("recurrent", 7)])
-def test_seeded_tokens_are_those_without_drafts(name: str, k: int) -> None:
-    assert tokens_of(decoder(name, k)) == plain_tokens()
+# What a user sees
 
 
 def test_the_confidence_of_every_verified_draft_is_reported() -> None:
-    out = decoder("deepspec", 3).generate(PROMPTS, max_new_tokens=12, eos_token_id=[])
+    out = TestDrafts.decoder(Case("deepspec", 3)).generate(PROMPTS, max_new_tokens=12, eos_token_id=[])
     for prompt, new, counts, steps in zip(PROMPTS, out.new_tokens, out.stats.emitted_per_step, out.stats.confidence,
                                           strict=True):  # fmt: skip
         assert len(steps) == len(counts)
@@ -418,10 +370,10 @@ def test_the_confidence_of_every_verified_draft_is_reported() -> None:
 
 
 def test_the_graph_has_one_block_and_a_correction_for_each_draft() -> None:
-    program = drafting_stage(decoder("recurrent", 7))
+    program = drafting_stage(TestDrafts.decoder(Case("recurrent", 7)))
     assert len(program.with_role("draft")) == 1
     assert len(list(calls(program.graph, dspark.MARKOV))) == 7 and dspark.CONFIDENCE not in program.modules
-    program = drafting_stage(decoder("confidence alone", 3, "probabilistic"))
+    program = drafting_stage(TestDrafts.decoder(Case("confidence alone", 3, "probabilistic")))
     assert dspark.MARKOV not in program.modules and len(list(calls(program.graph, dspark.CONFIDENCE))) == 1
     assert len(program.with_role("drafts")) == 1
 
@@ -431,23 +383,32 @@ def test_a_block_longer_than_those_of_the_training_is_refused() -> None:
         DSparkDrafter.bind(head("deepspec"), DSparkDraftConfig(num_speculative_tokens=BLOCK + 1), None)
 
 
-def test_inspect_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target().save_pretrained(tmp_path / "target")
-    SPARKS["gated"].written.save(tmp_path / "head")
-    assert main(["inspect", str(tmp_path / "head"), f"target={tmp_path / 'target'}"]) == 0
-    cells = [[cell.strip() for cell in row.split("  ") if cell] for row in capsys.readouterr().out.splitlines()]
-    for expected in (["kind", "dspark"], ["layout", "deepspec"], ["fits the target", "yes"],
-                     ["markov_head_type", "gated", "config.json"]):  # fmt: skip
-        assert expected in cells, (expected, cells)
+class TestFiles(FilesContract):
+    DRAFTS = TestDrafts
+    DRAFTER = DSparkDrafter
+    MISFITS = MISFITS
+    SAVED = tuple(name for name in SPARKS if "sliding" not in name)
+    """The layout of DeepSpec cannot express windows that are counted from the anchor."""
+    LAYOUT = "deepspec"
+    INSPECTED = (["layout", "deepspec"], ["markov_head_type", "gated", "config.json"])
+    UNFIT = (lambda: make_model("llama"), "of a target with 2 layers")
 
+    @classmethod
+    def example(cls, folder: Path) -> Path:
+        return SPARKS["gated"].written.save(folder)
 
-def test_bench_with_a_random_head(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_run, "measure_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(dflash, "RANDOM_LAYERS", 2)
-    options = ["device=cpu", "batch_sizes=[2]", "num_speculative_tokens=[2]", "steps=2", "warmup=1", "prompt_length=9",
-               "pipeline.verify=false", "debug.self_check=false"]  # fmt: skip
-    assert main(["bench", "target=tiny-shape", "draft=dspark", *options]) == 0
-    assert "dspark (random)" in capsys.readouterr().out
+    @classmethod
+    def stored(cls, name: str) -> set[str]:
+        return {*SPARKS[name].written.tensors} - {"t2d"}
+
+    def check_saved(self, again: DraftHead, given: DraftHead) -> None:
+        found, expected = ({key: value for key, value in vars(each.module.config).items() if key != "layers"}
+                           for each in (again, given))  # fmt: skip
+        assert found == expected
+
+    @classmethod
+    def reported(cls, folder: Path) -> list[str]:
+        return super().reported(folder)[:2]  # the projection is its own
 
 
 def test_a_head_is_lowered_with_its_target(tmp_path: Path) -> None:
@@ -456,7 +417,7 @@ def test_a_head_is_lowered_with_its_target(tmp_path: Path) -> None:
     for name in ("deepspec", "recurrent"):
         checkpoint = open_checkpoint(SPARKS[name].written.save(tmp_path / name))
         made = DSparkDrafter.load(checkpoint, DSparkDraftConfig(), model, info(model))
-        config = {**CONFIG, **QUICK, "draft": {"kind": "dspark", "num_speculative_tokens": 3}}
+        config = {**CONFIG, "draft": {"kind": "dspark", "num_speculative_tokens": 3}}
         decoders = [specgraph.compile_speculative(model, {**config, "lowering": {"name": lowering}}, draft=made)
                     for lowering in ("eager", "gpu")]  # fmt: skip
         eager, lowered = (each.generate(PROMPTS, max_new_tokens=14, temperature=[0.0, 0.8, 1.3], seed=[1, 2, 3],

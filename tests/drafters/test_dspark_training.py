@@ -7,28 +7,21 @@ import functools
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-import specgraph
 from specgraph.drafters.base import DraftHead
-from specgraph.drafters.dspark import DSparkDraftConfig, DSparkDrafter
-from specgraph.drafters.registry import open_checkpoint
-from specgraph.errors import ConfigError
-from specgraph.training import run as training_run
-from specgraph.training import train_head
+from specgraph.drafters.dspark import DSparkDrafter
 from specgraph.training.chain import ChainLoss, StepOutput, acceptance, estimate_loss
 from specgraph.training.config import ChainConfig, HeadConfig, HeadTrainConfig
-from specgraph.training.head import bf16_copy, build_head
-from specgraph.training.teacher import Lesson, Teacher
-from tests.checkpoints.running import info
-from tests.decoding import CONFIG, assert_same_tokens, reference_greedy
+from specgraph.training.head import build_head
+from specgraph.training.teacher import Lesson
 from tests.drafters.dflash_formula import target
 from tests.drafters.test_dflash_training import TEXTS, assert_drafted, features
-from tests.drafters.test_eagle import run_of, small_target, tokenizer
+from tests.drafters.training_contract import Trained, TrainingContract, run_of
 from tests.models import exact_norms
 
 
@@ -133,42 +126,18 @@ def test_a_loss_may_be_the_probability_of_a_rejection() -> None:
     assert grad.any()
 
 
-def test_training_lowers_the_loss_and_the_saved_head_drafts_as_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, saved = small_target(), []
-    monkeypatch.setattr(training_run, "Teacher", functools.cache(Teacher))
-    monkeypatch.setattr(training_run, "bf16_copy", lambda given: saved.append(bf16_copy(given)) or saved[-1])
-    options = HeadConfig(layers=1, model_type="qwen3", markov_rank=8, markov_kind="rnn")
-    config = replace(run_of(tmp_path), draft="dspark", head=options)
-    config.chain.steps = 4
-    losses = [loss for _, loss in train_head(model, tokenizer(), config).progress.losses]
-    assert losses[-1] < losses[0]
-    checkpoint = open_checkpoint(tmp_path / "head")
-    assert (checkpoint.kind, checkpoint.layout) == ("dspark", "deepspec")
-    assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {torch.bfloat16}
-    choices = {c.name: c.value for c in DSparkDrafter.choices(checkpoint, DSparkDraftConfig(), 2)}
-    assert (choices["block_size"], choices["markov_rank"], choices["markov_head_type"]) == (4, 8, "rnn")
-    loaded = DSparkDrafter.load(checkpoint, DSparkDraftConfig(), model, info(model))
-    trained = dict(saved[-1].module.named_parameters())
-    for name, own in loaded.module.named_parameters():
-        assert torch.equal(own, trained[name].to(own.dtype)), name
-    assert trained["markov_head.markov_w2.weight"].any(), "it begins with zeros"
-    tested = specgraph.compile_speculative(model, CONFIG, draft=tmp_path / "head")
-    prompts = [torch.tensor([3, 4, 9, 5]), torch.tensor([6])]
-    found = tested.generate(prompts, max_new_tokens=9).new_tokens
-    assert_same_tokens(model, prompts, found, reference_greedy(model, prompts, 9))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+class TestTraining(TrainingContract):
+    KIND, DRAFTER, LAYOUT = "dspark", DSparkDrafter, "deepspec"
+    CHOICES: ClassVar = {"block_size": 4, "markov_rank": 8, "markov_head_type": "rnn"}
+    REFUSED = (
         ({"markov_kind": "lstm"}, "head.markov_kind='lstm' is not known: use vanilla, gated or rnn."),
         ({"markov_rank": -1}, "head.markov_rank=-1 is out of range"),
-    ],
-)
-def test_settings_out_of_range(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    config = replace(run_of(tmp_path), draft="dspark", head=HeadConfig(**changes))
-    with pytest.raises(ConfigError) as raised:
-        train_head(small_target(), tokenizer(), config)
-    assert words in str(raised.value)
+    )
+
+    @classmethod
+    def settings(cls, folder: Path) -> HeadTrainConfig:
+        head = HeadConfig(layers=1, model_type="qwen3", markov_rank=8, markov_kind="rnn")
+        return replace(run_of(folder, "dspark"), head=head, chain=ChainConfig(steps=4))
+
+    def check_trained(self, trained: Trained, loaded: DraftHead) -> None:
+        assert loaded.module.markov_head.markov_w2.weight.any(), "it begins with zeros"

@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -44,15 +44,15 @@ from specgraph import SpeculativeDecoder
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3 import Eagle3Drafter
 from specgraph.errors import ConfigError, PassError
+from specgraph.ir.program import Program
 from tests.decoding import CONFIG, assert_same_tokens, compiled
-from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
+from tests.detectors import NextLogits, check_oracle, check_slots
+from tests.drafters.contract import CachedDraftContract, Case, planted
 from tests.drafters.test_draft_model import oracle as plain_oracle
-from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run
+from tests.harness import Options, real_run
 from tests.models import double_model, exact_norms, make_head, make_model, ragged_prompts
 from tests.pairwise import cover, product
 
-PROMPTS = ragged_prompts((3, 9, 5))
-LIMITS = (48, 41, 23)
 MASK = 5
 
 
@@ -84,31 +84,23 @@ def pard() -> PreTrainedModel:
 DRAFTS = ("plain", "two qwen3 layers", "every norm", "few norms", "pard")
 
 
-@functools.cache
-def decoder(name: str, parallel: bool, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
-    """A decoder by the name of its draft: one of ``DRAFTS``."""
-    options: dict[str, Any] = {"kind": "draft_model", "mask_token_id": MASK} if name == "pard" else {"kind": "eagle3"}
-    options |= {"num_speculative_tokens": k, "parallel": parallel}
-    config = drafting_config(options, rule, bug, parallel=True)
-    return specgraph.compile_speculative(target(), config, draft=pard() if name == "pard" else head(name))
-
-
-@functools.cache
-def forced(name: str, parallel: bool, k: int, rule: str = "strict", bug: str | None = None) -> Run:
-    return forced_run(drafting_stage(decoder(name, parallel, k, rule, bug)), PROMPTS, LIMITS, seed=0)
+def is_parallel(name: str) -> bool:
+    """Whether the draft with this name drafts in parallel."""
+    return name.endswith(", parallel")
 
 
 # The oracle: everything again from the first token, no cache, no graph of ours
 
 
-def oracle(name: str, parallel: bool) -> NextLogits:
+def oracle(name: str) -> NextLogits:
     """Next logits of a draft, by transformers' layers without a cache, of all sequences in one batch."""
+    own, parallel = name.removesuffix(", parallel"), is_parallel(name)
 
     @torch.no_grad()
     def next_logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:
         fed = [[MASK] * len(drafts) for drafts in drafted] if parallel else drafted
         return (
-            plain_oracle(pard())(accepted, fed) if name == "pard" else _head_logits(head(name), accepted, fed, parallel)
+            plain_oracle(pard())(accepted, fed) if own == "pard" else _head_logits(head(own), accepted, fed, parallel)
         )
 
     return next_logits
@@ -143,106 +135,77 @@ def _rows(module: torch.nn.Module, tokens: Tensor, hidden: Tensor) -> Tensor:
 # The detectors
 
 AXES = {"name": DRAFTS, "parallel": (False, True), "k": (1, 4, 7), "rule": ("strict", "probabilistic")}
-LONGEST = [("two qwen3 layers", parallel, 16, "strict") for parallel in (False, True)]
-cases = pytest.mark.parametrize([*AXES], [*cover(product(AXES), (0, 2)), *LONGEST])
+CASES = [Case(f"{name}, parallel" if parallel else name, k, rule)
+         for name, parallel, k, rule in cover(product(AXES), (0, 2))]  # fmt: skip
 
 
-@cases
-def test_drafts_do_not_depend_on_history(name: str, parallel: bool, k: int, rule: str) -> None:
-    run = forced(name, parallel, k, rule)
-    assert run.parallel is parallel and run.program.drafter.shifted is (name != "pard")
-    check_fresh_start(run)
+class TestDrafts(CachedDraftContract):
+    KIND = "eagle3"
+    PASSES: ClassVar = {"parallel": True}
+    CASES = tuple(dict.fromkeys((
+        *CASES, Case("two qwen3 layers", 16), Case("two qwen3 layers, parallel", 16), Case("plain", 4),
+        Case("plain, parallel", 4),
+    )))  # fmt: skip
+    REAL = (
+        Case("two qwen3 layers", 4), Case("two qwen3 layers, parallel", 7, "probabilistic"), Case("pard", 4, "block"),
+        Case("pard, parallel", 4, "probabilistic"),
+    )  # fmt: skip
+    SEEDED = (Case("plain", 4), Case("plain, parallel", 4))
+    POISONED = tuple({case.name: case for case in sorted(CASES)}.values())
+    """Of every draft the case with the most drafts."""
+    BUGS: ClassVar = planted(Case("plain", 4), {
+        "noise off by one position": {"oracle"},
+        "features in another order": {"oracle"},
+        "window instead of emitted, shifted": {"oracle"},
+        "target hidden in the chain": {"oracle"},
+        "chained position off by one": {"fresh start", "oracle", "slots"},
+        "chained rows not written": {"oracle", "slots"},
+        "catch-up skips the last row, shifted": {"fresh start", "oracle", "slots"},
+        "rejected rows written, shifted": {"slots"},
+        "proposals from the row before": {"fresh start", "oracle"},
+    }) + planted(Case("plain, parallel", 4), {
+        "noise off by one position": {"oracle"},
+        "rows one position late": {"oracle", "slots"},
+        "another mask token": {"oracle"},
+        "no mask hidden": {"oracle"},
+        "mask rows not written": {"oracle", "slots"},
+        "proposals from the row before": {"fresh start", "oracle"},
+    })  # fmt: skip
+
+    @classmethod
+    def target(cls) -> PreTrainedModel:
+        return target()
+
+    @classmethod
+    def draft(cls, name: str) -> Any:
+        own = name.removesuffix(", parallel")
+        return pard() if own == "pard" else head(own)
+
+    @classmethod
+    def oracle(cls, name: str) -> NextLogits:
+        return oracle(name)
+
+    @classmethod
+    def keys(cls, name: str) -> dict[str, Any]:
+        own = {"kind": "draft_model", "mask_token_id": MASK} if name.startswith("pard") else {}
+        return {"parallel": is_parallel(name), **own}
+
+    def check_program(self, case: Case, program: Program) -> None:
+        calls = 1 if is_parallel(case.name) else case.k
+        assert program.drafter.shifted is not case.name.startswith("pard")
+        assert len(program.with_role("draft")) == len(program.with_role("drafts")) == calls
+        assert sum(n.op == "call_module" and n.target == "draft" for n in program.graph.nodes) == calls
 
 
-@cases
-def test_drafts_are_those_of_an_oracle_without_a_cache(name: str, parallel: bool, k: int, rule: str) -> None:
-    check_oracle(forced(name, parallel, k, rule), oracle(name, parallel), rule)
-
-
-@cases
-def test_only_own_and_real_slots_are_written(name: str, parallel: bool, k: int, rule: str) -> None:
-    check_slots(forced(name, parallel, k, rule))
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("k", [4, 7])
-def test_histories_accept_none_and_all_and_reach_the_end(parallel: bool, k: int) -> None:
-    run = forced("plain", parallel, k)
-    assert {0, k} <= set(run.accept_counts)
-    assert len(run.steps[-1].accepted[2]) == LIMITS[2]
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("name", DRAFTS)
-def test_rejected_rows_are_never_read(name: str, parallel: bool) -> None:
-    run = forced_run(drafting_stage(decoder(name, parallel, 4)), PROMPTS, LIMITS, seed=0, poison=True)
-    check_oracle(run, oracle(name, parallel), "strict")
-
-
-REAL = {"name": ("two qwen3 layers", "pard"), "parallel": (False, True), "rule": ("strict", "block")}
-
-
-@pytest.mark.parametrize([*REAL], cover(product(REAL), (0, 1)))
-def test_real_decoding_passes_every_detector(name: str, parallel: bool, rule: str) -> None:
-    run = real_run(decoder(name, parallel, 4, rule), ragged_prompts((3, 17, 8)), (30, 41, 23))
-    assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
-    assert caught_by(run, oracle(name, parallel), rule) == set()
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-def test_a_full_batch_of_the_most_drafts_near_the_end(parallel: bool) -> None:
+@pytest.mark.parametrize("name", ["plain", "plain, parallel"])
+def test_a_full_batch_of_the_most_drafts_near_the_end(name: str) -> None:
     """2K + 1 draft rows per sequence at the largest batch, K = 16, with hardly any room left."""
     prompts = ragged_prompts(tuple(range(1, 9)))
-    tested = decoder("plain", parallel, 16)
-    run = real_run(tested, prompts, [len(p) + 1 + i for i, p in enumerate(prompts)], options=_options(8))
+    options = Options(tuple(0.4 * (row % 3) for row in range(8)), (0,) * 8, tuple(range(8)))
+    limits = [len(prompt) + 1 + index for index, prompt in enumerate(prompts)]
+    run = real_run(TestDrafts.decoder(Case(name, 16)), prompts, limits, options=options)
     check_slots(run)
-    check_oracle(run, oracle("plain", parallel), "strict")
-
-
-def _options(rows: int) -> Any:
-    from tests.harness import Options
-
-    return Options(tuple(0.4 * (row % 3) for row in range(rows)), (0,) * rows, tuple(range(rows)))
-
-
-# Planted bugs
-
-CHAINED: dict[str, set[str]] = {
-    "noise off by one position": {"oracle"},
-    "features in another order": {"oracle"},
-    "window instead of emitted, shifted": {"oracle"},
-    "target hidden in the chain": {"oracle"},
-    "chained position off by one": {"fresh start", "oracle", "slots"},
-    "chained rows not written": {"oracle", "slots"},
-    "catch-up skips the last row, shifted": {"fresh start", "oracle", "slots"},
-    "rejected rows written, shifted": {"slots"},
-    "proposals from the row before": {"fresh start", "oracle"},
-}
-PARALLEL: dict[str, set[str]] = {
-    "noise off by one position": {"oracle"},
-    "rows one position late": {"oracle", "slots"},
-    "another mask token": {"oracle"},
-    "no mask hidden": {"oracle"},
-    "mask rows not written": {"oracle", "slots"},
-    "proposals from the row before": {"fresh start", "oracle"},
-}
-
-
-@pytest.mark.parametrize(("bug", "parallel"), [*((bug, False) for bug in CHAINED), *((bug, True) for bug in PARALLEL)])
-def test_planted_bugs_are_caught(bug: str, parallel: bool) -> None:
-    found = caught_by(forced("plain", parallel, 4, bug=bug), oracle("plain", parallel), "strict")
-    assert found >= (PARALLEL if parallel else CHAINED)[bug]
-
-
-def _tokens(tested: SpeculativeDecoder) -> list[list[int]]:
-    options: dict[str, Any] = {"temperature": [0.0, 0.8, 1.3], "seed": [11, -5, 7]}
-    out = tested.generate(PROMPTS, max_new_tokens=18, eos_token_id=[], **options)
-    return [tokens.tolist() for tokens in out.new_tokens]
-
-
-@functools.cache
-def _plain_tokens() -> list[list[int]]:
-    return _tokens(compiled(target(), "none", 1))
+    check_oracle(run, oracle(name), "strict")
 
 
 # Equal tokens
@@ -289,17 +252,8 @@ def test_tokens_are_those_of_plain_decoding(kind: str, parallel: bool, k: int) -
 # The pass and what it refuses
 
 
-@pytest.mark.parametrize("name", ["plain", "pard"])
-@pytest.mark.parametrize("k", [1, 3, 7])
-def test_draft_calls_per_step_are_k_chained_and_one_in_parallel(name: str, k: int) -> None:
-    for parallel, count in ((False, k), (True, 1)):
-        program = decoder(name, parallel, k)._program
-        assert sum(n.op == "call_module" and n.target == "draft" for n in program.graph.nodes) == count
-        assert len(program.with_role("drafts")) == count
-
-
 def test_mask_hidden_is_projected_once_and_not_in_the_step() -> None:
-    program = decoder("plain", True, 4)._program
+    program = TestDrafts.decoder(Case("plain, parallel", 4))._program
     module = head("plain").module
     parts = module.mask_hidden.view(1, 1, -1).split(module.config.target_hidden_size, -1)
     assert torch.equal(program.modules["mask_hidden"](), module.combine(*parts).flatten())
@@ -356,7 +310,7 @@ def test_a_pard_checkpoint_drafts_in_parallel_unless_told_otherwise(tmp_path: Pa
         tested = specgraph.compile_speculative(target(), config, draft=tmp_path)
         program = tested._program
         assert program.drafter.name == "draft_model" and len(program.with_role("draft")) == count
-        assert _tokens(tested) == _plain_tokens()
+        assert TestDrafts.tokens_of(tested) == TestDrafts.plain_tokens()
     assert "draft: pard in the pard layout" in tested.report()
 
 

@@ -26,7 +26,8 @@ from tests import harness
 from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.detectors import check_fresh_start, check_slots, expected_drafts
 from tests.drafters import test_draft_model, test_heads, test_medusa, test_registry
-from tests.drafters.test_draft_model import looked_up
+from tests.drafters.lookup_contract import check_history
+from tests.drafters.test_ngram import looked_up
 from tests.harness import Run, forced_run
 from tests.kernels.step.test_suffix import searched
 from tests.models import double_model, make_head, make_model, ragged_prompts
@@ -93,15 +94,6 @@ def run(name: str, k: int, rule: str = "strict", first: str = "ngram", bug: str 
     return forced_run(stage(decoder(name, k, rule, first, bug)), prompts, LIMITS, seed=0, alphabet=ALPHABET)
 
 
-def check_history(recorded: Run) -> None:
-    """The history holds accepted tokens and nothing else, after every step."""
-    for one in recorded.steps:
-        assert one.history is not None
-        for row, tokens in enumerate(one.accepted):
-            started = tokens if len(tokens) > 1 else []
-            assert one.history[row].tolist() == started + [harness.UNWRITTEN] * (max(LIMITS) - len(started))
-
-
 def check_choice(recorded: Run, first: str, name: str, rule: str) -> tuple[int, int, int]:
     """Every sequence has the looked-up drafts if there are any, and the drafter's own ones if not.
 
@@ -130,7 +122,7 @@ def own_drafts(recorded: Run, name: str, rule: str, row: int, tokens: list[int])
     if name == "draft_model":
         oracle = test_draft_model.oracle(HEADS[name][0]())
     else:
-        oracle = test_heads.oracle("pard" if name == "pard" else "plain", name in ("pard", "peagle"))
+        oracle = test_heads.oracle({"pard": "pard, parallel", "peagle": "plain, parallel"}.get(name, "plain"))
     drafts: list[int] = expected_drafts(oracle, [tokens], [row], recorded, rule)[0][0].tolist()
     return drafts
 

@@ -16,8 +16,6 @@ raw logits kept (drawn rules)   missed       caught  missed
 
 The drafter keeps nothing of its own, so that only a wrong row depends on what came before, and nothing can go wrong
 about slots.
-
-A head has one test file, so this one is longer than others.
 """
 
 from __future__ import annotations
@@ -27,42 +25,39 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import specgraph
 from specgraph import SpeculativeDecoder
-from specgraph.bench import run as bench_run
-from specgraph.cli import main
-from specgraph.config.drafters import MedusaDraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.medusa import Medusa, MedusaDrafter, ResidualBlock
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError, PassError
-from specgraph.training import HeadTrainConfig, HeadTrainReport, train_head
-from specgraph.training import run as training_run
+from specgraph.ir.program import Program
+from specgraph.runtime.outputs.output import GenerateOutput
+from specgraph.training import HeadTrainConfig
 from specgraph.training.chain import ChainLoss, counted_rows
-from specgraph.training.config import ChainConfig, HeadConfig, OptimConfig, RolloutConfig
+from specgraph.training.config import ChainConfig, HeadConfig
 from specgraph.training.data import Encoded, collate
 from specgraph.training.head import build_head, start_from
-from specgraph.training.loop import HeadLoop
 from specgraph.training.measure import measure
-from specgraph.training.teacher import Teacher
-from tests.checkpoints.running import info
-from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
-from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
+from tests.decoding import CONFIG, reference_greedy
+from tests.detectors import NextLogits
+from tests.drafters.contract import Case, DraftContract, by_rule, planted
+from tests.drafters.files_contract import FilesContract
+from tests.drafters.training_contract import TEACHER, Trained, TrainingContract, small_target
 from tests.dump.test_dump import assert_runs_alike
-from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run
-from tests.models import VOCAB, double_model, make_model, ragged_prompts
+from tests.harness import Run, drafting_config
+from tests.models import VOCAB, double_model, ragged_prompts
 
 PROMPTS = ragged_prompts((3, 9, 5))
-LIMITS = (48, 41, 23)
 HEADS, SIZE, LAYERS, NEW_TOKENS = 5, 32, 2, 9
 Tensors = dict[str, Tensor]
 
@@ -153,9 +148,8 @@ def _written(folder: Path, tensors: Tensors, name: str, save: Callable[..., Any]
     return folder
 
 
-def load(path: Path, count: int | None = None) -> DraftHead:
-    options = MedusaDraftConfig(num_speculative_tokens=count or 99)
-    return MedusaDrafter.load(open_checkpoint(path), options, target(), info(target()))
+def load(path: Path, count: int = 99) -> DraftHead:
+    return TestFiles.load(path, num_speculative_tokens=count)
 
 
 LAYOUTS: dict[str, Callable[[Path, Tensors], Path]] = {
@@ -220,7 +214,7 @@ def replaced(name: str, value: Tensor) -> Change:
 
 
 NARROW = torch.zeros(SIZE, 16)
-MISFITS: dict[str, tuple[Callable[[Path, Tensors], Path], Change, str]] = {
+CHANGED: dict[str, tuple[Callable[[Path, Tensors], Path], Change, str]] = {
     "no projection": (released, without("1.1.weight"), "lacks 1.1.weight; download it again"),
     "no projections": (
         released,
@@ -285,16 +279,7 @@ MISFITS: dict[str, tuple[Callable[[Path, Tensors], Path], Change, str]] = {
         "holds no Medusa heads, whose tensors have names such as 0.0.linear.weight; give the path of the file",
     ),
 }
-
-
-@pytest.mark.parametrize("case", MISFITS)
-def test_misfits_get_one_sentence(case: str, tmp_path: Path) -> None:
-    layout, change, message = MISFITS[case]
-    tensors = random_tensors()
-    change(tensors)
-    with pytest.raises(ConfigError, match=message) as caught:
-        load(layout(tmp_path, tensors))
-    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+"""Misfits: a layout, what is changed of the tensors, and what the sentence says."""
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -371,17 +356,6 @@ def tensors_of(name: str) -> Tensors:
     return DRAFTS[name]()
 
 
-@functools.cache
-def decoder(name: str, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
-    """A decoder by the name of its draft, with a bug of the harness, of the head, or of a pass's options."""
-    head = as_module(tensors_of(name), VOCABULARY if name == "reduced vocabulary" else None)
-    planted = bug is not None and bug not in OTHER_BUGS
-    config = drafting_config({"kind": "medusa", "num_speculative_tokens": k}, rule, bug if planted else None)
-    if bug in OTHER_BUGS:
-        head, config = OTHER_BUGS[bug](head, config)
-    return specgraph.compile_speculative(target(), config, draft=head)
-
-
 def _too_early(head: DraftHead, config: dict[str, Any]) -> tuple[DraftHead, dict[str, Any]]:
     return head, config | {"passes": {"expose_features": {"layers": [LAYERS - 1]}}}
 
@@ -410,11 +384,6 @@ OTHER_BUGS: dict[str, Callable[[DraftHead, dict[str, Any]], tuple[DraftHead, dic
 }
 
 
-@functools.cache
-def forced(name: str, k: int, rule: str = "strict", bug: str | None = None) -> Run:
-    return forced_run(drafting_stage(decoder(name, k, rule, bug)), PROMPTS, LIMITS, seed=0)
-
-
 def oracle(name: str) -> NextLogits:
     """Logits of the next draft by the formula, from the hidden state of the last token that the target has read."""
     tensors = tensors_of(name)
@@ -430,114 +399,61 @@ def oracle(name: str) -> NextLogits:
 
 # The detectors
 
-cases = pytest.mark.parametrize(
-    ("name", "k", "rule"),
-    [("one block", k, "strict") for k in (1, 2, HEADS)]
-    + [(name, 4, "probabilistic") for name in DRAFTS]
-    + [(name, 4, "block") for name in ("one block", "memorised")],
-)
 
+class TestDrafts(DraftContract):
+    KIND = "medusa"
+    CASES = (
+        Case("one block", 1), Case("one block", 2), Case("one block", 4), Case("one block", HEADS),
+        *(Case(name, 4, "probabilistic") for name in DRAFTS), Case("one block", 4, "block"),
+        Case("memorised", 4, "block"),
+    )  # fmt: skip
+    REAL = (
+        *by_rule("memorised", 4), Case("two blocks", 4), Case("reduced vocabulary", 4, "probabilistic"),
+        Case("one block", 4, "block"),
+    )  # fmt: skip
+    SEEDED = (Case("one block", HEADS), Case("one block", 1), *(Case(name, 4) for name in DRAFTS))
+    BUGS: ClassVar = planted(Case("one block", 4), {
+        "noise off by one position": {"oracle"},
+        "proposals from the row before": {"fresh start", "oracle"},
+        "the last row of the window": {"fresh start", "oracle"},
+        "a hidden state too early": {"oracle"},
+        "heads one place on": {"oracle"},
+        "blocks without their residual": {"oracle"},
+    }) + planted(Case("one block", 4, "probabilistic"), {"raw logits kept": {"oracle"}})  # fmt: skip
+    PROMPTS = REAL_PROMPTS = PROMPTS
+    NEW_TOKENS = NEW_TOKENS
 
-@cases
-def test_drafts_do_not_depend_on_history(name: str, k: int, rule: str) -> None:
-    run = forced(name, k, rule)
-    assert not run.program.drafter.shifted and not run.parallel
-    check_fresh_start(run)
+    @classmethod
+    def target(cls) -> PreTrainedModel:
+        return target()
 
+    @classmethod
+    def draft(cls, name: str) -> DraftHead:
+        return as_module(tensors_of(name), VOCABULARY if name == "reduced vocabulary" else None)
 
-@cases
-def test_drafts_are_those_of_an_oracle_without_a_cache(name: str, k: int, rule: str) -> None:
-    check_oracle(forced(name, k, rule), oracle(name), rule)
+    @classmethod
+    def oracle(cls, name: str) -> NextLogits:
+        return oracle(name)
 
+    @classmethod
+    def compiled_with(cls, case: Case, bug: str | None) -> SpeculativeDecoder:
+        """Bugs are also those of the head, or of a pass's options."""
+        if bug not in OTHER_BUGS:
+            return super().compiled_with(case, bug)
+        config = drafting_config({"kind": "medusa", "num_speculative_tokens": case.k}, case.rule)
+        head, config = OTHER_BUGS[bug](cls.draft(case.name), config)
+        return specgraph.compile_speculative(target(), config, draft=head)
 
-@cases
-def test_only_the_target_writes_slots(name: str, k: int, rule: str) -> None:
-    check_slots(forced(name, k, rule))
+    def check_program(self, case: Case, program: Program) -> None:
+        assert not program.drafter.shifted
+        assert len(program.with_role("draft")) == len(program.with_role("drafts")) == 1
 
+    def check_real(self, case: Case, run: Run) -> None:
+        assert not run.parallel and ({0, 4} <= set(run.accept_counts) or case.name != "memorised")
 
-rules = pytest.mark.parametrize(
-    ("name", "rule"),
-    [("memorised", rule) for rule in ("strict", "probabilistic", "block")]
-    + [("two blocks", "strict"), ("reduced vocabulary", "probabilistic"), ("one block", "block")],
-)
-
-
-def test_histories_accept_none_and_all_and_reach_the_end() -> None:
-    run = forced("one block", 4)
-    assert {0, 4} <= set(run.accept_counts)
-    assert len(run.steps[-1].accepted[2]) == LIMITS[2]
-
-
-@rules
-def test_real_decoding_passes_every_detector(name: str, rule: str) -> None:
-    run = real_run(decoder(name, 4, rule), PROMPTS, (30, 41, 23))
-    assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
-    assert {0, 4} <= set(run.accept_counts) or name != "memorised"
-    assert caught_by(run, oracle(name), rule) == set()
-
-
-BUGS: dict[str, set[str]] = {
-    "noise off by one position": {"oracle"},
-    "proposals from the row before": {"fresh start", "oracle"},
-    "the last row of the window": {"fresh start", "oracle"},
-    "a hidden state too early": {"oracle"},
-    "heads one place on": {"oracle"},
-    "blocks without their residual": {"oracle"},
-    "raw logits kept": {"oracle"},
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug: str) -> None:
-    rule = "probabilistic" if bug == "raw logits kept" else "strict"
-    assert caught_by(forced("one block", 4, rule), oracle("one block"), rule) == set()
-    assert caught_by(forced("one block", 4, rule, bug), oracle("one block"), rule) >= BUGS[bug]
-
-
-def _tokens(tested: SpeculativeDecoder) -> list[list[int]]:
-    options: dict[str, Any] = {"temperature": [0.0, 0.8, 1.3], "seed": [11, -5, 7]}
-    out = tested.generate(PROMPTS, max_new_tokens=18, eos_token_id=[], **options)
-    return [tokens.tolist() for tokens in out.new_tokens]
-
-
-@functools.cache
-def _plain_tokens() -> list[list[int]]:
-    return _tokens(plain())
-
-
-# Equal tokens
-
-
-@functools.cache
-def plain() -> SpeculativeDecoder:
-    return compiled(target(), "none", 1)
-
-
-@pytest.mark.parametrize(("name", "k"), [("one block", 1), ("one block", HEADS), *((name, 4) for name in DRAFTS)])
-def test_tokens_are_those_of_plain_decoding(name: str, k: int) -> None:
-    prompts = [*PROMPTS, torch.tensor([7])]
-    options: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": [], "seed": [3, 1, 4, 1]}
-    for temperature in (0.0, 1.0):
-        expected = plain().generate(prompts, temperature=temperature, **options).new_tokens
-        actual = decoder(name, k).generate(prompts, temperature=temperature, **options).new_tokens
-        assert_same_tokens(target(), prompts, actual, expected)
-
-
-@rules
-def test_greedy_tokens_are_those_of_transformers(name: str, rule: str) -> None:
-    out = decoder(name, 4, rule).generate(PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=[])
-    continued = [ids[len(prompt) :] for ids, prompt in zip(greedy(), PROMPTS, strict=True)]
-    assert [tokens.tolist() for tokens in out.new_tokens] == continued
-    if name == "memorised":
-        assert out.stats.emitted_per_step == [[5, 3]] * 3, "the first token comes with the prompt"
-
-
-@pytest.mark.parametrize("length", [1, 9])
-def test_one_sequence(length: int) -> None:
-    (prompt,) = ragged_prompts((length,), seed=4)
-    (expected,) = reference_greedy(target(), [prompt], 12)
-    (found,) = decoder("one block", HEADS).generate([prompt], max_new_tokens=12).new_tokens
-    assert found.tolist() == expected.tolist()
+    def check_greedy(self, case: Case, out: GenerateOutput) -> None:
+        if case.name == "memorised":
+            assert out.stats.emitted_per_step == [[5, 3]] * 3, "the first token comes with the prompt"
 
 
 def test_an_eos_inside_of_accepted_drafts_ends_a_sequence() -> None:
@@ -545,84 +461,74 @@ def test_an_eos_inside_of_accepted_drafts_ends_a_sequence() -> None:
     continued = [ids[len(prompt) :] for ids, prompt in zip(greedy(), PROMPTS, strict=True)]
     eos = continued[0][3]
     expected = [ids[: ids.index(eos) + 1] if eos in ids else ids for ids in continued]
-    out = decoder("memorised", HEADS).generate(PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=eos)
+    out = TestDrafts.decoder(Case("memorised", HEADS)).generate(PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=eos)
     assert [tokens.tolist() for tokens in out.new_tokens] == expected
     assert out.stats.emitted_per_step[0] == [len(expected[0]) - 1] and len(expected[0]) < HEADS + 1
 
 
-# The commands
+# Files and commands
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    target().save_pretrained(folder)
-    return folder
+class TestFiles(FilesContract):
+    DRAFTS = TestDrafts
+    DRAFTER = MedusaDrafter
+    MISFITS: ClassVar = {name: (functools.partial(tuple, case[:2]), case[2]) for name, case in CHANGED.items()}
+    SAVED = ("no blocks", "one block", "two blocks", "reduced vocabulary")
+    LAYOUT = "medusa"
+    INSPECTED = (
+        ["layout", "medusa"], ["algorithm", "medusa"], ["num_heads", "5", "tensors"], ["num_blocks", "1", "tensors"],
+        ["token_map", "no", "tensors"], ["*.*.weight", "[101, 32]", "float32", "5", "64.6 kB"],
+    )  # fmt: skip
+    UNFIT = (
+        lambda: double_model("llama", 0, vocab_size=90),
+        "does not fit: 0.1.weight has the shape [101, 32], but the target LlamaForCausalLM and config.json need "
+        "[90, 32].",
+    )
+
+    @classmethod
+    def example(cls, folder: Path) -> Path:
+        return released(folder, {name: tensor.float() for name, tensor in random_tensors().items()})
+
+    @classmethod
+    def load(cls, folder: Path, **options: Any) -> DraftHead:
+        """All heads, if nothing else is said."""
+        return super().load(folder, **{"num_speculative_tokens": HEADS, **options})
+
+    @classmethod
+    def write_misfit(cls, made: Any, folder: Path) -> Path:
+        (layout, change), tensors = made, random_tensors()
+        change(tensors)
+        return layout(folder, tensors)
+
+    @classmethod
+    def stored(cls, name: str) -> set[str]:
+        return {*tensors_of(name), *(["token_map"] if name == "reduced vocabulary" else [])}
+
+    @classmethod
+    def reported(cls, folder: Path) -> list[str]:
+        return [f"- draft: medusa in the medusa layout, {folder}"]
+
+    def check_bench(self, row: dict[str, Any]) -> None:
+        """Every head's projection is its own and is read once a step."""
+        assert row["draft_bytes"] == 2 * 4 * (64 * 64 + 64 + 512 * 64)
 
 
-def test_a_checkpoint_by_its_path(tmp_path: Path) -> None:
-    """One call for all drafts, the report, a dump that runs again."""
-    folder = released(tmp_path / "head", random_tensors())
+def test_the_report_and_the_dump_of_a_checkpoint(tmp_path: Path) -> None:
     config = {**CONFIG, "draft": {"num_speculative_tokens": 3}}
-    tested = specgraph.compile_speculative(target(), config, draft=folder)
-    for text in ("drafted by medusa, K = 3", "1 draft calls per step", "there is no chain of calls of one drafter",
-                 f"draft: medusa in the medusa layout, {folder}"):  # fmt: skip
+    tested = specgraph.compile_speculative(target(), config, draft=released(tmp_path / "head", random_tensors()))
+    for text in ("drafted by medusa, K = 3", "1 draft calls per step", "there is no chain of calls of one drafter"):
         assert text in tested.report()
-    assert _tokens(tested) == _plain_tokens()
-    name, program = list(tested.stages.items())[-1]
-    assert len(program.with_role("draft")) == len(program.with_role("drafts")) == 1
+    name = [*tested.stages][-1]
     tested.dump(tmp_path / "graphs")
     (stage,) = (tmp_path / "graphs").glob(f"*_{name}")
-    assert_runs_alike(specgraph.load_dump(stage), program)
+    assert_runs_alike(specgraph.load_dump(stage), tested.stages[name])
     assert "self.heads[2][0].linear.weight" in (stage / "draft.py").read_text()
-
-
-def test_inspect(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = released(tmp_path, {name: tensor.float() for name, tensor in random_tensors().items()})
-    assert main(["inspect", str(folder), f"target={model}"]) == 0
-    shown = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in
-             capsys.readouterr().out.splitlines()]  # fmt: skip
-    for expected in (
-        ["kind", "medusa"],
-        ["layout", "medusa"],
-        ["algorithm", "medusa"],
-        ["fits the target", "yes"],
-        ["num_heads", "5", "tensors"],
-        ["num_blocks", "1", "tensors"],
-        ["token_map", "no", "tensors"],
-        ["*.*.weight", "[101, 32]", "float32", "5", "64.6 kB"],
-    ):
-        assert expected in shown
-    released(tmp_path, random_tensors(rows=90))
-    assert main(["inspect", str(folder), f"target={model}"]) == 0
-    text = capsys.readouterr().out
-    assert "does not fit: 0.1.weight has the shape [90, 32], but the target LlamaForCausalLM" in text
-
-
-def test_bench_with_random_heads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every head's projection is its own and is read once a step."""
-    monkeypatch.setattr(bench_run, "measure_bandwidth", lambda device: 1e9)
-    written = tmp_path / "steps.json"
-    given = ["device=cpu", "num_speculative_tokens=[2]", "batch_sizes=[2]", "steps=3", "warmup=1", "prompt_length=9"]
-    assert main(["bench", "target=tiny-shape", "draft=medusa", *given, f"json={written}"]) == 0
-    assert "draft               medusa (random)" in capsys.readouterr().out
-    (row,) = json.loads(written.read_text())["rows"]
-    assert row["draft_bytes"] == 2 * 4 * (64 * 64 + 64 + 512 * 64)
 
 
 # Training
 
 STEPS = 3
 TEXTS = [Encoded([5, 9, 14, 7, 3, 8, 21, 6, 0], 4), Encoded([11, 2, 30, 4, 17, 9, 12], 2)]
-TOKENIZER = Path(__file__).parents[2] / "examples/models/tiny-math/target"
-
-
-@functools.cache
-def teacher(model: PreTrainedModel, layers: tuple[int, ...]) -> Teacher:
-    """Tracing is most of a short run."""
-    return Teacher(model, layers)
 
 
 @pytest.mark.parametrize("head", [{}, {"layers": 2}, {"draft_vocab_size": 40}])
@@ -639,7 +545,7 @@ def test_loss_equals_a_naive_one(head: dict[str, Any]) -> None:
     means = torch.stack([torch.stack(losses).mean() for losses in expected])
     batch = collate(TEXTS, pad_id=1, question_weight=0.0)
     rows = counted_rows(batch.weights, cfg)
-    actual = ChainLoss(made, STEPS)(batch.tokens, teacher(target(), made.features)(batch.tokens), rows)
+    actual = ChainLoss(made, STEPS)(batch.tokens, TEACHER(target(), made.features)(batch.tokens), rows)
     torch.testing.assert_close(actual, means, rtol=1e-6, atol=0)
     wanted = torch.autograd.grad(means.sum(), list(module.parameters()))
     for ours, theirs in zip(torch.autograd.grad(actual.sum(), list(module.parameters())), wanted, strict=True):
@@ -666,8 +572,8 @@ def test_measured_acceptance_is_that_of_the_decoder() -> None:
     texts = [Encoded(ids, len(prompt)) for ids, prompt in zip(greedy(), PROMPTS, strict=True)]
     head = as_module(memorised())
     head.module.requires_grad_(True)
-    found = measure(ChainLoss(head, HEADS), teacher(target(), (LAYERS,)), texts, ChainConfig(steps=HEADS), 4, 3)
-    out = decoder("memorised", 4).generate(PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=[])
+    found = measure(ChainLoss(head, HEADS), TEACHER(target(), (LAYERS,)), texts, ChainConfig(steps=HEADS), 4, 3)
+    out = TestDrafts.decoder(Case("memorised", 4)).generate(PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=[])
     assert found.acceptance_length == pytest.approx(out.stats.acceptance_length) == 4.0
 
 
@@ -678,110 +584,28 @@ def test_a_new_head_starts_with_the_logits_of_the_target() -> None:
     for head in made.module:
         assert torch.equal(head(hidden), F.linear(hidden, projection.weight.float()))
     assert all(parameter.requires_grad for parameter in made.module.parameters())
-    for layers in ([1], [1, 2]):  # a checkpoint says nothing about it
-        bad = HeadTrainConfig(draft="medusa", head=HeadConfig(feature_layers=layers))
-        with pytest.raises(ConfigError, match=r"last hidden state, hs\[2\]; leave head\.feature_layers out"):
-            build_head(target(), bad, 1, TEXTS)
 
 
-@pytest.fixture(scope="module")
-def learner() -> PreTrainedModel:
-    return make_model("llama", vocab_size=3072, eos_token_id=0, pad_token_id=1, bos_token_id=None)
+class TestTraining(TrainingContract):
+    KIND = LAYOUT = "medusa"
+    DRAFTER = MedusaDrafter
+    K = 2
+    CHOICES: ClassVar = {"num_heads": 2, "num_blocks": 1, "token_map": False}
+    REFUSED = (
+        ({"feature_layers": [1]}, "last hidden state, hs[2]; leave head.feature_layers out"),
+        ({"feature_layers": [1, 2]}, "last hidden state, hs[2]; leave head.feature_layers out"),
+    )  # a checkpoint says nothing about it
 
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "data.jsonl"
-    questions = [f"Ann has {n} apples and buys {2 * n} more" for n in range(2, 14)]
-    path.write_text("".join(json.dumps({"question": text, "answer": "3"}) + "\n" for text in questions))
-    return path
-
-
-def small(data: Path, output: Path) -> HeadTrainConfig:
-    return HeadTrainConfig(
-        model="target", draft="medusa", data=str(data), output=str(output), heldout=2, max_length=64, seed=5,
-        eval_drafts=2, chain=ChainConfig(steps=2),
-        rollout=RolloutConfig(max_new_tokens=8, file=str(data.with_name("answers"))),
-        optim=OptimConfig(steps=6, batch_size=4, learning_rate=0.01, warmup_steps=1, eval_every=2,
-                              checkpoint_every=2),
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def trained(learner: PreTrainedModel, tokenizer: Any, data: Path) -> tuple[HeadTrainReport, DraftHead]:
-    """A whole run, and the head as it was saved last."""
-    saved: list[DraftHead] = []
-    original = MedusaDrafter.save_head
-
-    def record(head: DraftHead, *args: Any, **options: Any) -> Path:
-        saved.append(head)
-        return original(head, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_run, "Teacher", teacher)
-        patch.setattr(MedusaDrafter, "save_head", record)
-        report = train_head(learner, tokenizer, small(data, data.with_name("run")))
-    return report, saved[-1]
-
-
-def test_a_run_learns_and_leaves_heads_that_load_again(
-    trained: tuple[HeadTrainReport, DraftHead], learner: PreTrainedModel, data: Path, tmp_path: Path
-) -> None:
-    report, saved = trained
-    folder = data.with_name("run")
-    assert {path.name for path in folder.iterdir()} >= {"config.json", "model.safetensors", "training_report.json"}
-    losses = [loss for _, loss in report.progress.losses]
-    assert losses[-1] < losses[0] and report.algorithm == "medusa"
-    assert report.progress.measured[-1][1] < report.progress.measured[0][1]
-    tensors = load_file(folder / "model.safetensors")
-    assert set(tensors) == {f"{head}.{name}" for head in range(2)
-                            for name in ("0.linear.weight", "0.linear.bias", "1.weight")}  # fmt: skip
-    loaded = MedusaDrafter.load(open_checkpoint(folder), MedusaDraftConfig(), learner, info(learner))
-    hidden = torch.randn(3, 1, SIZE, generator=torch.Generator().manual_seed(0))
-    for ours, theirs in zip(loaded.module, saved.module.float(), strict=True):
-        assert torch.equal(ours(hidden), theirs(hidden))
-    fresh = build_head(learner, small(data, tmp_path), 1, TEXTS).module
-    start_from(fresh, str(folder))
-    assert all(torch.equal(fresh.get_parameter(name), tensor.float()) for name, tensor in tensors.items())
-
-
-def test_a_trained_head_decodes(
-    trained: tuple[HeadTrainReport, DraftHead], learner: PreTrainedModel, data: Path
-) -> None:
-    options = {"num_speculative_tokens": 2}
-    tested = specgraph.compile_speculative(learner, {**CONFIG, "draft": options}, draft=data.with_name("run"))
-    prompts = ragged_prompts((3, 9, 5), vocab=3072)
-    out = tested.generate(prompts, max_new_tokens=10, eos_token_id=[])
-    expected = compiled(learner, "none").generate(prompts, max_new_tokens=10, eos_token_id=[])
-    assert_same_tokens(learner, prompts, out.new_tokens, expected.new_tokens)
-
-
-def test_a_killed_run_ends_like_an_uninterrupted_one(
-    trained: tuple[HeadTrainReport, DraftHead], learner: PreTrainedModel, tokenizer: Any, data: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(training_run, "Teacher", teacher)
-    original = HeadLoop._update
-
-    def killed(self: HeadLoop, batch: Any) -> Any:
-        if self.progress.step == 5:
-            raise KeyboardInterrupt
-        return original(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(HeadLoop, "_update", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train_head(learner, tokenizer, small(data, tmp_path))
-    report = train_head(learner, tokenizer, small(data, tmp_path))
-    assert report.progress.losses == trained[0].progress.losses
-    assert (tmp_path / "model.safetensors").read_bytes() == (data.with_name("run") / "model.safetensors").read_bytes()
-
-
-def test_the_command_knows_medusa(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "draft=medusa", "--cfg", "job"]) == 0
-    assert "draft: medusa" in capsys.readouterr().out
+    def check_trained(self, trained: Trained, loaded: DraftHead) -> None:
+        tensors = trained.checkpoint.tensors
+        assert tensors.keys() == {f"{head}.{name}" for head in range(2)
+                                  for name in ("0.linear.weight", "0.linear.bias", "1.weight")}  # fmt: skip
+        measured = trained.report.progress.measured
+        assert trained.report.algorithm == "medusa" and measured[-1][1] < measured[0][1]
+        hidden = torch.randn(3, 1, SIZE, generator=torch.Generator().manual_seed(0))
+        for ours, theirs in zip(loaded.module, copy.deepcopy(trained.saved.module).float(), strict=True):
+            assert torch.equal(ours(hidden), theirs(hidden))
+        fresh = build_head(small_target(), trained.config, 1, []).module
+        start_from(fresh, str(trained.folder))
+        for name, tensor in loaded.module.named_parameters():
+            assert torch.equal(fresh.get_parameter(name), tensor.float())

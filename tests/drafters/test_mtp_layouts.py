@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specgraph.cli import main
 from specgraph.drafters.mtp import MtpDraftConfig, MtpDrafter
 from specgraph.drafters.mtp_module import MtpOptions
 from specgraph.drafters.registry import open_checkpoint
 from tests.checkpoints.running import info
 from tests.decoding import compiled
+from tests.drafters.files_contract import shown_by_inspect
 from tests.drafters.mtp_files import OPTIONS, PUBLISHED, example, random_modules, save_inside, tensors_of
 from tests.drafters.mtp_formula import drafted_logits
 from tests.harness import Options, Run, fresh_start
@@ -278,6 +278,5 @@ def test_inspect_says_where_every_option_comes_from(
 ) -> None:
     folder = example(layout, tmp_path)[2]
     given = ["draft.family=target"] if layout == "step" else []
-    assert main(["inspect", str(folder), f"target={folder}", "draft.kind=mtp", *given]) == 0
-    shown = [tuple(cell.strip() for cell in row.split("  ") if cell) for row in capsys.readouterr().out.splitlines()]
-    assert {("layout", layout), ("fits the target", "yes"), *rows} <= {*shown}
+    shown = shown_by_inspect(capsys, folder, folder, "draft.kind=mtp", *given)
+    assert {("layout", layout), ("fits the target", "yes"), *rows} <= {*map(tuple, shown)}

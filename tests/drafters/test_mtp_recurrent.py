@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -39,19 +39,19 @@ from specgraph.training import format_question, train_head
 from specgraph.training.config import HeadConfig
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG, assert_same_tokens, compiled, forward_greedy
-from tests.detectors import NextLogits, caught_by
+from tests.detectors import NextLogits
+from tests.drafters.contract import CachedDraftContract, Case, planted
+from tests.drafters.files_contract import shown_by_inspect
 from tests.drafters.mtp_files import OPTIONS, random_modules, save_inside, tensors_of
 from tests.drafters.mtp_formula import drafted_logits
 from tests.drafters.qwen_formula import published_logits, split_experts
-from tests.drafters.test_eagle import run_of, small_target, tokenizer
-from tests.harness import Options, Run, drafting_stage, forced_run, fresh_start, real_run
+from tests.drafters.training_contract import run_of, small_target, tokenizer
+from tests.harness import Options, Run, fresh_start
 from tests.models import exact_norms, make_model, ragged_prompts
 
 DENSE, MOE = "qwen3_5_text", "qwen3_5_moe_text"
 LAYOUT = "qwen3_next"
 PROMPTS = ragged_prompts((3, 9, 2))
-LIMITS = (48, 41, 23)
-"""Longer than a chunk of a recurrent state, of which one sequence has three."""
 
 
 def made(architecture: str) -> PreTrainedModel:
@@ -84,69 +84,47 @@ def oracle() -> NextLogits:
     return published_logits(target(DENSE), module_of(DENSE)[1])
 
 
-@functools.cache
-def decoder(k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
-    order = ["expose_features", "insert_kv_cache", "insert_recurrent_state", "insert_draft",
-             *["plant_bug"] * (bug is not None), "insert_verify"]  # fmt: skip
-    config = {
-        **CONFIG,
-        "draft": {"kind": "mtp", "num_speculative_tokens": k},
-        "verify": {"rule": rule},
-        "pipeline": {"order": order, "verify": False},
-        "passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if bug else {},
-    }
-    return specgraph.compile_speculative(target(DENSE), config, draft=module_of(DENSE)[0])
-
-
-def tokens_of(tested: SpeculativeDecoder) -> list[list[int]]:
-    out = tested.generate(PROMPTS, max_new_tokens=24, eos_token_id=[], temperature=[0.0, 0.8, 1.3], seed=[11, -5, 7])
-    return [tokens.tolist() for tokens in out.new_tokens]
-
-
-@functools.cache
-def plain_tokens() -> list[list[int]]:
-    return tokens_of(compiled(target(DENSE), "none", 1))
-
-
 # Histories
 
 
-@pytest.mark.parametrize(("k", "rule"), [(1, "strict"), (3, "probabilistic"), (7, "strict")])
-def test_whatever_was_accepted_drafts_are_those_of_a_fresh_start_and_of_the_formula(k: int, rule: str) -> None:
-    run = forced_run(drafting_stage(decoder(k, rule)), PROMPTS, LIMITS, seed=0, steps=18)
-    assert {0, k} <= set(run.accept_counts)
-    assert caught_by(run, oracle(), rule) == set()
-
-
-def test_rejected_rows_are_never_read() -> None:
-    run = forced_run(drafting_stage(decoder(3, "probabilistic")), PROMPTS, LIMITS, seed=3, poison=True)
-    assert caught_by(run, oracle(), "probabilistic") == set()
-
-
-def test_real_decoding_passes_every_detector() -> None:
-    """With prompts of one token and longer than a chunk of a state."""
-    run = real_run(decoder(3, "probabilistic"), ragged_prompts((1, 17, 2)), (30, 41, 23))
-    assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
-    assert caught_by(run, oracle(), "probabilistic") == set()
-
-
-@pytest.mark.parametrize(
-    ("bug", "caught"),
-    [("window instead of emitted, shifted", {"oracle"}),
-     ("chained position off by one", {"oracle", "slots"}),
-     ("proposals from the row before", {"fresh start", "oracle"})],
-)  # fmt: skip
-def test_planted_bugs_are_caught_but_not_by_tokens(bug: str, caught: set[str]) -> None:
+class TestDrafts(CachedDraftContract):
     """One module runs no row of an earlier step again, so the row before may not be there."""
-    tested = decoder(3, bug=bug)
-    run = forced_run(drafting_stage(tested), PROMPTS, LIMITS, seed=0, steps=18)
-    assert caught_by(run, oracle(), "strict") >= caught
-    assert tokens_of(tested) == plain_tokens()
 
+    KIND, TOKENS_TOO = "mtp", True
+    PASSES: ClassVar = {"recurrent": True}
+    CASES = (Case(DENSE, 1), Case(DENSE, 3), Case(DENSE, 3, "probabilistic"), Case(DENSE, 7))
+    REAL = (Case(DENSE, 3, "probabilistic"),)
+    SEEDED = (Case(DENSE, 1), Case(DENSE, 7))
+    POISONED = (Case(DENSE, 3, "probabilistic"),)
+    POISONED_SEED = 3
+    BUGS = planted(Case(DENSE, 3), {
+        "window instead of emitted, shifted": {"oracle"},
+        "chained position off by one": {"oracle", "slots"},
+        "proposals from the row before": {"fresh start", "oracle"},
+    })  # fmt: skip
+    PROMPTS = PROMPTS
+    STEPS = 18
+    REAL_PROMPTS = ragged_prompts((1, 17, 2))
+    """Of one token, and longer than a chunk of a state."""
 
-@pytest.mark.parametrize("k", [1, 7])
-def test_tokens_are_those_without_drafts(k: int) -> None:
-    assert tokens_of(decoder(k)) == plain_tokens()
+    @classmethod
+    def target(cls) -> PreTrainedModel:
+        return target(DENSE)
+
+    @classmethod
+    def draft(cls, name: str) -> DraftHead:
+        return module_of(name)[0]
+
+    @classmethod
+    def oracle(cls, name: str) -> NextLogits:
+        return oracle()
+
+    @classmethod
+    def reference(cls, prompts: Sequence[Tensor], count: int) -> list[Tensor]:
+        """By the model's forward, whose recurrent functions are computed in float64, up to the end of a sequence."""
+        found = forward_greedy(target(DENSE), prompts, count)
+        ends = [(tokens == target(DENSE).config.eos_token_id).nonzero().flatten().tolist() for tokens in found]
+        return [tokens[: own[0] + 1] if own else tokens for tokens, own in zip(found, ends, strict=True)]
 
 
 # The formula
@@ -249,11 +227,12 @@ def test_a_module_that_is_saved_is_read_again(tmp_path: Path, capsys: pytest.Cap
 
 def test_inspect_names_the_layout_and_the_kind_of_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoint_of(tmp_path, DENSE)
-    assert main(["inspect", str(folder), f"target={folder}", "draft.kind=mtp"]) == 0
-    shown = [tuple(cell.strip() for cell in row.split("  ") if cell) for row in capsys.readouterr().out.splitlines()]
-    assert {("layout", LAYOUT), ("fits the target", "yes"), ("num_modules", "1", "tensors"),
-            ("layer_type", "full_attention", "vLLM 0.33"),
-            ("fed_hidden", "final_norm", "vLLM 0.33")} <= {*shown}  # fmt: skip
+    shown = shown_by_inspect(capsys, folder, folder, "draft.kind=mtp")
+    for expected in (
+        ["layout", LAYOUT], ["fits the target", "yes"], ["num_modules", "1", "tensors"],
+        ["layer_type", "full_attention", "vLLM 0.33"], ["fed_hidden", "final_norm", "vLLM 0.33"],
+    ):  # fmt: skip
+        assert expected in shown
 
 
 @pytest.mark.parametrize(

@@ -186,8 +186,11 @@ def test_every_stage_is_well_formed() -> None:
         verify_program(program)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("name", "k"), [("qwen3_next", 3), ("lfm2", 7), ("falcon_h1", 1), ("jamba", 3)])
+@pytest.mark.parametrize(
+    ("name", "k", "dtype"),
+    [("qwen3_next", 3, torch.float32), ("qwen3_next", 1, torch.float64), ("lfm2", 7, torch.float64),
+     ("falcon_h1", 1, torch.float32), ("jamba", 3, torch.float64)],
+)  # fmt: skip
 def test_every_draft_of_the_target_itself_is_accepted(name: str, k: int, dtype: torch.dtype) -> None:
     own = made(name, dtype)
     out = compiled(own, "draft_model", k, own).generate(PROMPTS, max_new_tokens=41, eos_token_id=[])
