@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specgraph import SpeculativeDecoder
 from tests import harness
 from tests.decoding import assert_same_tokens
 from tests.detectors import check_fresh_start
@@ -59,6 +60,14 @@ class LookupContract(DraftContract):
     @classmethod
     def keys(cls, name: str) -> dict[str, Any]:
         return cls.OPTIONS[name.rpartition(", ")[0]]
+
+    @classmethod
+    def compiled_with(cls, case: Case, bug: str | None) -> SpeculativeDecoder:
+        """A decoder for all seeds of histories."""
+        options, _, seed = case.name.rpartition(", ")
+        return (
+            super().compiled_with(case, bug) if seed == "0" else cls.decoder(case._replace(name=f"{options}, 0"), bug)
+        )
 
     @classmethod
     def expected(cls, tokens: list[int], case: Case) -> list[int]:

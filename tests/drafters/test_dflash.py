@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import specgraph
 from specgraph.drafters import dflash
@@ -395,6 +394,9 @@ class PlantBug(harness.PlantBug):
 
 class TestDrafts(CachedDraftContract):
     KIND = "dflash"
+    target = staticmethod(target)
+    draft = staticmethod(head)
+    oracle = staticmethod(oracle)
     CASES = (
         *(Case("z-lab", k) for k in (1, 3, 7)),
         *(Case(name, 3 if index % 2 else 7, "probabilistic") for index, name in enumerate(GIVEN)),
@@ -404,18 +406,6 @@ class TestDrafts(CachedDraftContract):
     POISONED = (Case("z-lab", 3), Case("windows everywhere", 3, "probabilistic"))
     BUGS = planted(Case("z-lab", 3), {name: bug[1] for name, bug in BUGS.items()})
     BUG_PASS = PlantBug
-
-    @classmethod
-    def target(cls) -> PreTrainedModel:
-        return target()
-
-    @classmethod
-    def draft(cls, name: str) -> DraftHead:
-        return head(name)
-
-    @classmethod
-    def oracle(cls, name: str) -> NextLogits:
-        return oracle(name)
 
     @classmethod
     def check_slots(cls, run: Run) -> None:

@@ -121,6 +121,8 @@ AXES = {"name": (*MODELS,), "k": (1, 4, 7), "rule": ("strict", "probabilistic")}
 
 class TestDrafts(CachedDraftContract):
     KIND, TOKENS_TOO = "draft_model", True
+    target = staticmethod(target)
+    draft = staticmethod(draft)
     CASES = tuple(dict.fromkeys((
         *(Case(*case) for case in cover(product(AXES), (0, 1))), Case("near", 4), Case("near", 4, "probabilistic"),
     )))  # fmt: skip
@@ -141,14 +143,6 @@ class TestDrafts(CachedDraftContract):
     }) + planted(Case("near", 4, "probabilistic"), {
         "noise off by one position": {"oracle"}, "raw logits kept": {"oracle"},
     })  # fmt: skip
-
-    @classmethod
-    def target(cls) -> PreTrainedModel:
-        return target()
-
-    @classmethod
-    def draft(cls, name: str) -> PreTrainedModel:
-        return draft(name)
 
     @classmethod
     def oracle(cls, name: str) -> NextLogits:

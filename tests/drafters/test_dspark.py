@@ -253,6 +253,8 @@ class PlantBug(harness.PlantBug):
 
 class TestDrafts(test_dflash.TestDrafts):
     KIND = "dspark"
+    draft = staticmethod(head)
+    oracle = staticmethod(oracle)
     CASES = (
         Case("deepspec", 1), Case("deepspec", 3), Case("deepspec", 7, "probabilistic"), Case("gated", 3, "block"),
         Case("recurrent", 7), Case("confidence alone", 3, "probabilistic"), Case("speculators, gated, sliding", 7),
@@ -264,14 +266,6 @@ class TestDrafts(test_dflash.TestDrafts):
     POISONED = (Case("deepspec", 3), Case("speculators, gated, sliding", 7))
     BUGS = tuple(Planted(bug, Case(name, 3), caught) for bug, (name, _, caught) in BUGS.items())
     BUG_PASS = PlantBug
-
-    @classmethod
-    def draft(cls, name: str) -> DraftHead:
-        return head(name)
-
-    @classmethod
-    def oracle(cls, name: str) -> NextLogits:
-        return oracle(name)
 
     @classmethod
     def detectors(cls, run: Run, case: Case) -> dict[str, Callable[[], None]]:

@@ -30,7 +30,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 import specgraph
 from specgraph.bench.models import random_head
@@ -64,6 +63,8 @@ def head(name: str) -> DraftHead:
 
 class TestDrafts(CachedDraftContract):
     KIND = "eagle"
+    target = staticmethod(target)
+    draft = staticmethod(head)
     CASES = (
         *(Case("plain", k) for k in (1, 3, 7, 16)), Case("plain", 3, "probabilistic"),
         Case("biases, own embedding", 3, "probabilistic"), Case("two layers", 3, "probabilistic"),
@@ -82,14 +83,6 @@ class TestDrafts(CachedDraftContract):
         "rejected rows written, shifted": {"slots"},
         "proposals from the row before": {"fresh start", "oracle"},
     })  # fmt: skip
-
-    @classmethod
-    def target(cls) -> PreTrainedModel:
-        return target()
-
-    @classmethod
-    def draft(cls, name: str) -> DraftHead:
-        return head(name)
 
     @classmethod
     def oracle(cls, name: str) -> NextLogits:

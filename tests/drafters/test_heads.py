@@ -141,6 +141,8 @@ CASES = [Case(f"{name}, parallel" if parallel else name, k, rule)
 
 class TestDrafts(CachedDraftContract):
     KIND = "eagle3"
+    target = staticmethod(target)
+    oracle = staticmethod(oracle)
     PASSES: ClassVar = {"parallel": True}
     CASES = tuple(dict.fromkeys((
         *CASES, Case("two qwen3 layers", 16), Case("two qwen3 layers, parallel", 16), Case("plain", 4),
@@ -173,17 +175,9 @@ class TestDrafts(CachedDraftContract):
     })  # fmt: skip
 
     @classmethod
-    def target(cls) -> PreTrainedModel:
-        return target()
-
-    @classmethod
     def draft(cls, name: str) -> Any:
         own = name.removesuffix(", parallel")
         return pard() if own == "pard" else head(own)
-
-    @classmethod
-    def oracle(cls, name: str) -> NextLogits:
-        return oracle(name)
 
     @classmethod
     def keys(cls, name: str) -> dict[str, Any]:
@@ -193,8 +187,9 @@ class TestDrafts(CachedDraftContract):
     def check_program(self, case: Case, program: Program) -> None:
         calls = 1 if is_parallel(case.name) else case.k
         assert program.drafter.shifted is not case.name.startswith("pard")
-        assert len(program.with_role("draft")) == len(program.with_role("drafts")) == calls
-        assert sum(n.op == "call_module" and n.target == "draft" for n in program.graph.nodes) == calls
+        for stage in (program, self.decoder(case)._program):
+            assert len(stage.with_role("draft")) == len(stage.with_role("drafts")) == calls
+            assert sum(n.op == "call_module" and n.target == "draft" for n in stage.graph.nodes) == calls
 
 
 @pytest.mark.parametrize("name", ["plain", "plain, parallel"])

@@ -402,6 +402,8 @@ def oracle(name: str) -> NextLogits:
 
 class TestDrafts(DraftContract):
     KIND = "medusa"
+    target = staticmethod(target)
+    oracle = staticmethod(oracle)
     CASES = (
         Case("one block", 1), Case("one block", 2), Case("one block", 4), Case("one block", HEADS),
         *(Case(name, 4, "probabilistic") for name in DRAFTS), Case("one block", 4, "block"),
@@ -424,16 +426,8 @@ class TestDrafts(DraftContract):
     NEW_TOKENS = NEW_TOKENS
 
     @classmethod
-    def target(cls) -> PreTrainedModel:
-        return target()
-
-    @classmethod
     def draft(cls, name: str) -> DraftHead:
         return as_module(tensors_of(name), VOCABULARY if name == "reduced vocabulary" else None)
-
-    @classmethod
-    def oracle(cls, name: str) -> NextLogits:
-        return oracle(name)
 
     @classmethod
     def compiled_with(cls, case: Case, bug: str | None) -> SpeculativeDecoder:

@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import specgraph
 from specgraph.bench.models import random_head
@@ -56,6 +55,7 @@ IN_TURN = [Case(f"{name}, turns", 5) for name in ("1", "2", "3 fed")]
 
 class TestDrafts(CachedDraftContract):
     KIND = "mtp"
+    target = staticmethod(target)
     CASES = (
         Case("1", 1), Case("1", 3), Case("2", 1), Case("2 fed", 2), Case("2", 7, "probabilistic"), Case("3", 3),
         Case("3 fed", 3, "probabilistic"), Case("3 fed", 7), Case("3", 5), Case("3 other", 5),
@@ -79,10 +79,6 @@ class TestDrafts(CachedDraftContract):
     STEPS, FRESH_STARTS = 18, 9
     REAL_PROMPTS = ragged_prompts((1, 17, 2))
     """Shorter than the number of modules, and longer than a chunk."""
-
-    @classmethod
-    def target(cls) -> PreTrainedModel:
-        return target()
 
     @classmethod
     def draft(cls, name: str) -> DraftHead:

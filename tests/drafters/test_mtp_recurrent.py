@@ -97,6 +97,7 @@ class TestDrafts(CachedDraftContract):
     SEEDED = (Case(DENSE, 1), Case(DENSE, 7))
     POISONED = (Case(DENSE, 3, "probabilistic"),)
     POISONED_SEED = 3
+    POISON_DETECTORS = ("fresh start", "oracle", "slots")
     BUGS = planted(Case(DENSE, 3), {
         "window instead of emitted, shifted": {"oracle"},
         "chained position off by one": {"oracle", "slots"},
