@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specgraph.errors import ConfigError
-from specgraph.runtime.requests.arguments import KNOWN, OWN, PROCESSING, REFUSED, STRUCTURE
+from specgraph.runtime.requests.arguments import HONOURED, OWN, PROCESSING, REFUSED, STRUCTURE
 from specgraph.runtime.requests.processing import Processing
 
 _PYTHON = "it is an object of Python"
@@ -87,7 +87,7 @@ def refuse_arguments(overrides: Iterable[str]) -> None:
 def option_names() -> list[str]:
     """The names of the keys that go to the decoder, those of :class:`GenerationKeys` first."""
     first = [field.name for field in dataclasses.fields(GenerationKeys)]
-    return [*first, *sorted((OWN | KNOWN | PROCESSING | STRUCTURE) - NO_KEYS.keys() - set(first))]
+    return [*first, *sorted((OWN | HONOURED | PROCESSING | STRUCTURE) - NO_KEYS.keys() - set(first))]
 
 
 def _further_keys() -> type:

@@ -92,7 +92,7 @@ def read_scoring(
     unused: tuple[str, ...] = ()
     if logprobs == "processed":
         _check_processing(requests)
-        unused = tuple(sorted(CUTS.keys() - set().union(*(request.state for request in requests))))
+        unused = tuple(sorted(CUTS.keys() - set().union(*(request.initial_state for request in requests))))
     starts = _read_starts(requests, start)
     # The last token is read and not run, so it takes no room.
     return [replace(r, limit=r.prompt.numel() - 1) for r in requests], starts, ScoreRows(logprobs, unused)

@@ -269,7 +269,7 @@ def test_no_argument_of_transformers_is_ignored_in_silence() -> None:
     """Each stands in one of the tables, whatever version is installed."""
     theirs = {*GenerationConfig().__dict__, *inspect.signature(GenerationMixin.generate).parameters}
     theirs -= {"self", "kwargs"}
-    tables = [arguments.OWN, arguments.KNOWN, arguments.PROCESSING, arguments.WITHOUT_EFFECT,
+    tables = [arguments.OWN, arguments.HONOURED, arguments.PROCESSING, arguments.WITHOUT_EFFECT,
               frozenset(arguments.REFUSED)]  # fmt: skip
     assert theirs <= frozenset.union(*tables)
     assert sum(map(len, tables)) == len(frozenset.union(*tables))

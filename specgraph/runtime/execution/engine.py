@@ -155,7 +155,7 @@ class Engine:
                 f"A sequence asks for {', '.join(missing)}, which this step has no nodes for; compile with "
                 "insert_processors in pipeline.order."
             )
-        if (tokens := len(request.state.get("bias_tokens", ()))) > sizes.bias_tokens:
+        if (tokens := len(request.initial_state.get("bias_tokens", ()))) > sizes.bias_tokens:
             raise InputError(
                 f"A sequence has biases for words of {tokens} tokens, and there is room for {sizes.bias_tokens}; give "
                 "fewer, or use generate, which makes room."

@@ -105,17 +105,14 @@ class Pause:
             _mask(logits, self._masks, width)
         for sequence in self.sequences:
             first = _first_row(sequence, width, count)
-            own = slice(first, first + 1 + len(sequence.drafts))
-            request, entry = sequence.request, sequence.entry
+            own, request = (sequence.entry, slice(first, first + 1 + len(sequence.drafts))), sequence.request
             refused: dict[int, SpecgraphError] = {}
-            rows = Rows(
-                request.given, sequence.new_tokens, sequence.drafts, logits[entry, own], raw[entry, own], refused
-            )
+            rows = Rows(request.padded_prompt, sequence.new_tokens, sequence.drafts, logits[own], raw[own], refused)
             with self._noting_errors(sequence):
                 for processor in request.host:
                     processor.change(rows)
             for row, error in refused.items():
-                self.errors.setdefault(entry, {}).setdefault(row, error)
+                self.errors.setdefault(sequence.entry, {}).setdefault(row, error)
         self.seconds = time.perf_counter() - self._begin
 
     @contextlib.contextmanager

@@ -50,9 +50,9 @@ class Stopping:
     def add(self, number: int, request: Request, criteria: Sequence[Criterion]) -> None:
         """Watch a sequence that is about to be submitted. May be called from any thread."""
         if criteria:
-            room = request.given.new_zeros(request.limit - request.prompt.numel())
-            tokens = torch.cat([request.given, room])
-            self._watched[number] = _Watched(criteria, tokens, request.given.numel())
+            prompt = request.padded_prompt
+            tokens = torch.cat([prompt, prompt.new_zeros(request.limit - request.prompt.numel())])
+            self._watched[number] = _Watched(criteria, tokens, prompt.numel())
 
     def drop(self, number: int) -> None:
         """Forget a sequence that was not submitted after all."""

@@ -35,7 +35,7 @@ def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> StateS
         num_pages=sum(pages[:rows]),
         max_length=max(request.limit for request in requests),
         eos_ids=max(1, *(len(request.eos_ids) for request in requests)),
-        bias_tokens=max(1, *(len(request.state.get("bias_tokens", ())) for request in requests)),
+        bias_tokens=max(1, *(len(request.initial_state.get("bias_tokens", ())) for request in requests)),
     )
 
 
@@ -87,7 +87,7 @@ class StateRowInitializer:
             self._staging[count] = staging, [part.view(count, -1).numpy() for part in self._parts(staging, count)]
         staging, (rows, *tables) = self._staging[count]
         rows[:, 0] = _to_length([new.state_row for new in entering], count)
-        given = [{"start": [new.begin], "block_table": new.pages, **new.request.state} for new in entering]
+        given = [{"start": [new.begin], "block_table": new.pages, **new.request.initial_state} for new in entering]
         for table, (name, buffer, _) in zip(tables, self._said, strict=True):
             values = [own.get(name, ()) for own in given]
             width = max(map(len, values))

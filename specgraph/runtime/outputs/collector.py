@@ -108,7 +108,7 @@ def _tensors(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> list[Tensor
 def _pad(call: GenerateCall, new_tokens: list[Tensor]) -> Tensor:
     """Prompt and continuation of every sequence in one tensor, with the padding that was in front of the prompt."""
     parts = [
-        (request.given[:left], request.prompt, new)
+        (request.padded_prompt[:left], request.prompt, new)
         for left, request, new in zip(call.left_padding, call.requests, new_tokens, strict=True)
     ]
     # One call each for all sequences: there may be thousands.

@@ -17,7 +17,7 @@ def streamed(call: GenerateCall, steps: Iterator[Step]) -> Iterator[Step]:
     is given when every sequence has its token, or has ended; those that have ended are padded.
     """
     streamer, pad, shown = call.streamer, call.pad_id, 0
-    given, rows = [request.given for request in call.requests], [list[int]() for _ in call.requests]
+    given, rows = [request.padded_prompt for request in call.requests], [list[int]() for _ in call.requests]
     going = {number for number, request in enumerate(call.requests) if request.has_room}
     streamer.put(torch.nn.utils.rnn.pad_sequence(given, batch_first=True, padding_value=pad))
     try:

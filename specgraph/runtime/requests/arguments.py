@@ -1,7 +1,7 @@
 """Which of transformers' arguments of ``generate`` the decoder takes, which change nothing here, and which it refuses.
 
 Every attribute of transformers' ``GenerationConfig`` and every parameter of its ``generate`` stands in one of these
-tables, so that none is ignored in silence. A test compares them with the installed transformers.
+tables, and none in two, so that none is ignored in silence. A test compares them with the installed transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OWN = frozenset({
     "return_logprobs", "stopping_criteria", "trace",
 })  # fmt: skip
 """Parameters of ``decoder.generate`` itself."""
-KNOWN = frozenset({
+HONOURED = frozenset({
     "inputs", "generation_config", "do_sample", "max_length", "num_return_sequences", "streamer", "stop_strings",
     "tokenizer", "max_time", "pad_token_id", "return_dict_in_generate", "token_type_ids", "logits_processor",
     "prefix_allowed_tokens_fn", "output_scores", "output_logits", "renormalize_logits",
@@ -38,22 +38,23 @@ WITHOUT_EFFECT = frozenset({
     "assistant_lookbehind", "target_lookbehind", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "max_matching_ngram_size", "speculation_type",
 })  # fmt: skip
-"""What is about transformers' own cache, beams or assistant: no token depends on it here."""
+"""What is about transformers' own cache, beams or assistant, or only a name or a version that a configuration carries:
+no token depends on it here."""
 
 
 CHAT = "chat"
 """The name of the function that takes conversations."""
-TAKEN = OWN | KNOWN | PROCESSING | STRUCTURE | WITHOUT_EFFECT
+TAKEN = OWN | HONOURED | PROCESSING | STRUCTURE | WITHOUT_EFFECT
 """What ``generate`` takes."""
 OF_ONE_SEQUENCE = PROCESSING | STRUCTURE | {
     "max_new_tokens", "eos_token_id", "temperature", "top_k", "top_p", "min_p", "seed", "tokenizer", "stop_strings",
     "max_time",
 }  # fmt: skip
-"""What ``submit`` takes."""
+"""What ``Session.submit`` takes, which is not transformers': so it has no arguments without effect."""
 
 
 class Refusal(NamedTuple):
-    """An argument that is not honoured: the values that ask for nothing, and why others are refused."""
+    """An argument that is not honoured: which values ask for nothing, None among them, and why others are refused."""
 
     neutral: tuple[Any, ...]
     why: str

@@ -57,7 +57,7 @@ def read_limits(prompts: Prompts, given: Mapping[str, Any], model: Mapping[str, 
     if most > longest and not by_model:
         raise InputError(
             f"{name}={most} is more than the decoder's max_length of {longest}, which counts the prompt, too; ask for "
-            f"fewer, or {limits.lengthen()}."
+            f"fewer, or {limits.how_to_lengthen()}."
         )
     return [End(min(longest, end), end > longest) for end in ends]
 

@@ -37,11 +37,13 @@ class Option(NamedTuple):
         read: gives the checked values, one of each sequence, for the name of the argument, what was given (None asks
             for nothing), the number of sequences, and the size of the vocabulary.
         processor: the class of transformers that does the same; None if there is none.
+        is_words: whether the values are words with biases, and not an attribute of ``Processing`` with the same name.
     """
 
     off: Any
     read: Callable[[str, Any, int, int], list[Any]]
     processor: str | None = None
+    is_words: bool = False
 
 
 def _numbers(
@@ -142,6 +144,7 @@ LOGIT_OPTIONS: dict[str, Option] = {
             _words, allowed="a mapping from tuples of token ids to numbers", read=_sequence_bias, is_word=_is_pair
         ),
         "SequenceBiasLogitsProcessor",
+        is_words=True,
     ),
     "repetition_penalty": Option(
         1.0,
@@ -161,13 +164,14 @@ LOGIT_OPTIONS: dict[str, Option] = {
             _words, allowed="a list of words, each a list of token ids", read=_bad_words, is_word=_is_ids
         ),
         "NoBadWordsLogitsProcessor",
+        is_words=True,
     ),
     "min_length": Option(0, _counts, "MinLengthLogitsProcessor"),
     "min_new_tokens": Option(0, _counts, "MinNewTokensLengthLogitsProcessor"),
     FIRST: Option((), _first_tokens, "ForcedBOSTokenLogitsProcessor"),
     LAST: Option((), ids_per_sequence, "ForcedEOSTokenLogitsProcessor"),
-    "suppress_tokens": Option((), _suppressed(ALWAYS), "SuppressTokensLogitsProcessor"),
-    "begin_suppress_tokens": Option((), _suppressed(BEGIN), "SuppressTokensAtBeginLogitsProcessor"),
+    "suppress_tokens": Option((), _suppressed(ALWAYS), "SuppressTokensLogitsProcessor", is_words=True),
+    "begin_suppress_tokens": Option((), _suppressed(BEGIN), "SuppressTokensAtBeginLogitsProcessor", is_words=True),
 }
 """Every option that changes logits, in the order in which transformers applies them. The step has an order of its own:
 that of :data:`~specgraph.kernels.processors.PROCESSORS`."""

@@ -15,7 +15,7 @@ from specgraph.runtime.requests.processing import Bias, Processing
 
 _OWN = [own.name for own in fields(Processing) if own.name in LOGIT_OPTIONS and own.name != LAST]
 """Options that are an attribute of :class:`Processing` as they are."""
-WORDS = [name for name in LOGIT_OPTIONS if name not in (*_OWN, LAST, "min_new_tokens", "min_length")]
+WORDS = [name for name, option in LOGIT_OPTIONS.items() if option.is_words]
 """Options that are words with biases."""
 
 

@@ -160,7 +160,7 @@ def check_prompts(prompts: Prompts, limits: Limits) -> None:
         if prompt.numel() > limits.max_length:
             raise InputError(
                 f"Prompt {index} has {prompt.numel()} tokens, but max_length is {limits.max_length}; shorten it, or "
-                f"{limits.lengthen()}."
+                f"{limits.how_to_lengthen()}."
             )
         low, high = int(prompt.min()), int(prompt.max())
         if low < 0 or high >= limits.vocab_size:

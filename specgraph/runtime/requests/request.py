@@ -24,12 +24,14 @@ class Request:
     Attributes:
         prompt: 1-D int64 on the CPU, without padding.
         limit: the length at which it ends at the latest, prompt included.
+        sampling: how its tokens are drawn.
         eos_ids: the ids that end it.
         capped: whether it was to become longer than the decoder's ``max_length``.
         processing: what changes its logits.
-        given: the prompt with its padding, 1-D int64 on the CPU.
+        padded_prompt: the prompt with its padding, 1-D int64 on the CPU.
         host: what the host does with its logits in every step. They are of this request alone.
-        forbidding: the arguments of the call that forbid tokens behind so many new ones. Is asked only for an error.
+        forbidding: gives the names of the arguments that forbid tokens behind so many new ones; called only to explain
+            an error.
         as_transformers: whether a greedy choice among no tokens is the first token, as in transformers, and no error.
     """
 
@@ -39,14 +41,14 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     capped: bool = False
     processing: Processing = field(default_factory=Processing)
-    given: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
+    padded_prompt: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
     host: tuple[HostProcessor, ...] = ()
     forbidding: Callable[[int], list[str]] = lambda count: []
     as_transformers: bool = False
 
     @functools.cached_property
-    def state(self) -> dict[str, Sequence[float]]:
-        """The inputs of a step that it fills when it begins, by name; options that are off are left out."""
+    def initial_state(self) -> dict[str, Sequence[float]]:
+        """The first values of the step's inputs that it fills, by name; options that are off are left out."""
         own = {"max_length": [self.limit], "prompt_length": [self.prompt.numel()], "eos_ids": self.eos_ids}
         return {**own, **self.sampling.state, **self.processing.state}
 
@@ -55,7 +57,7 @@ class Request:
 
         ``always_draws``: the rule draws noise at temperature 0, too.
         """
-        off = _OPTIONS.difference(self.state)
+        off = _OPTIONS.difference(self.initial_state)
         return off if always_draws or self.sampling.temperature > 0 else off | {"seeds"}
 
     @property
@@ -73,22 +75,24 @@ class Request:
 class Limits:
     """What a decoder can take: ids below ``vocab_size``, and sequences of up to ``max_length`` tokens.
 
-    ``most`` is the longest sequence for which the model can be compiled, if it is known, and ``rope`` says which rotary
-    frequencies it has where these change with the length.
+    ``model_max_length`` is the longest sequence for which the model can be compiled, if it is known, and ``rope`` says
+    which rotary frequencies it has where these change with the length.
     """
 
     vocab_size: int
     max_length: int
-    most: int | None = None
+    model_max_length: int | None = None
     rope: Rope | None = None
 
-    def lengthen(self, verb: str = "compile") -> str:
+    def how_to_lengthen(self, verb: str = "compile") -> str:
         """What a caller can do whose sequences are longer, but for shortening them."""
-        if self.most is not None and self.max_length >= self.most:
-            return f"use a model that is right for more than {self.most} positions"
-        if self.most is None and self.rope is None:
+        if self.model_max_length is not None and self.max_length >= self.model_max_length:
+            return f"use a model that is right for more than {self.model_max_length} positions"
+        if self.model_max_length is None and self.rope is None:
             return f"{verb} with a larger max_length if the model allows"
-        what = "a larger max_length" if self.most is None else f"a max_length of up to {self.most}"
+        what = (
+            "a larger max_length" if self.model_max_length is None else f"a max_length of up to {self.model_max_length}"
+        )
         if self.rope is None or self.rope.length is not None:
             return f"{verb} with {what}"
         return (
