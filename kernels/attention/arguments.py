@@ -72,7 +72,7 @@ class PagedAttention:
     cu_seqlens: Tensor | None = None
 
 
-class Heads(Protocol):
+class Operands(Protocol):
     """What every op of attention takes: ``q``, ``k`` and ``v`` ``[B, H, T, D]``, and ``sinks`` ``[Hq]`` or None."""
 
     q: Tensor
@@ -81,7 +81,7 @@ class Heads(Protocol):
     sinks: Tensor | None
 
 
-def check_dense(given: Heads) -> None:
+def check_dense(given: Operands) -> None:
     """Refuse heads that do not fit each other."""
     check_shapes(given, q="B Hq T D", k="B Hkv T D", v="B Hkv T Dv", sinks="Hq")
     heads, groups = given.q.shape[1], given.k.shape[1]

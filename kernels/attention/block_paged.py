@@ -143,7 +143,7 @@ def block_attention_kernel(
 
     # ---- merge the block's own keys and values, and out = acc / l_i: [DVP, BLOCK_M]
     # Each branch ends on its own. A common end after both would first convert the sums to a common layout.
-    out_query = (batch * T + query) * (HEADS * GROUP) + q_head
+    out_row = (batch * T + query) * (HEADS * GROUP) + q_head
     if SHARED and programs > 1:
         if is_last(counters + task, programs):
             m_i, l_i, acc = merge_work_units(
@@ -154,13 +154,13 @@ def block_attention_kernel(
                 tile_q, query, T, own_k, own_v, scale, DVP, NEW, BLOCK_M, 0 if ANCHORED else WINDOW, CAUSAL
             )
             m_i, l_i, acc = merge(m_i, l_i, acc, m_own, l_own, acc_own, scale, False)
-            store_result(out, out_query, real, m_i, l_i, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
+            store_result(out, out_row, real, m_i, l_i, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
     else:
         m_own, l_own, acc_own = _attend_block(
             tile_q, query, T, own_k, own_v, scale, DVP, NEW, BLOCK_M, 0 if ANCHORED else WINDOW, CAUSAL
         )
         m_i, l_i, acc = merge(m_i, l_i, acc, m_own, l_own, acc_own, scale, False)
-        store_result(out, out_query, real, m_i, l_i, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
+        store_result(out, out_row, real, m_i, l_i, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
 
 
 def write_context_triton(given: WriteContext) -> None:

@@ -1,8 +1,10 @@
-"""The kernel of paged attention for few queries per sequence, such as those of a decoding step.
+"""The kernels of paged attention for few queries per sequence, such as those of a decoding step.
 
-It computes what :mod:`specgraph.kernels.attention.attention` defines: queries ``q`` ``[B, Hq, T, D]`` attend to the
-cached positions that they see, and the result is ``[B, T, Hq, Dv]``. The new keys and values ``[B, Hkv, T, D]`` are
-rotated if asked and written to their cache slots, either by this kernel or by ``write_cache_kernel`` before it.
+``decode_attention_kernel`` computes what :mod:`specgraph.kernels.attention.attention` defines: queries ``q``
+``[B, Hq, T, D]`` attend to the cached positions that they see, and the result is ``[B, T, Hq, Dv]``. The new keys
+``[B, Hkv, T, D]`` are rotated if asked, and they and the values ``[B, Hkv, T, Dv]`` are written to their cache slots,
+either by this kernel or by ``write_cache_kernel`` before it. ``HEADS`` counts key-value heads. The functions also serve
+:mod:`specgraph.kernels.attention.block_paged`.
 
 A program takes a tile of (query, head) pairs that share a key-value head, and some of the work units of their context
 (:mod:`specgraph.kernels.attention.work_units`). Within a KV split it reads one block of keys and values at a time.
@@ -11,7 +13,7 @@ sources.
 
 Tiles: ``tile_q`` ``[DP, BLOCK_M]``, ``tile_k`` ``[BLOCK_N, DP]``, ``tile_v`` ``[BLOCK_N, DVP]``, ``scores``
 ``[BLOCK_N, BLOCK_M]`` and ``acc`` ``[DVP, BLOCK_M]``: pairs are columns. ``DP`` and ``DVP`` are ``D`` and ``DV`` padded
-to powers of two.
+to powers of two, and to 16 at least.
 """
 
 # Triton's functions have no types.
@@ -93,7 +95,10 @@ def write_cache_kernel(
 
 @triton.jit
 def load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
-    """Read ``PAGES`` entries of the block table, from the page of position ``begin`` on, up to position ``end``."""
+    """Read ``PAGES`` entries of the block table, from the page of position ``begin`` on, up to position ``end``.
+
+    A page that is not there (-1) is taken for page 0, and no key of it is in range.
+    """
     index = begin // BLOCK_SIZE + tl.arange(0, PAGES)
     return tl.maximum(tl.load(table + index, mask=index * BLOCK_SIZE < end, other=0), 0).to(tl.int32)
 
@@ -101,7 +106,8 @@ def load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr)
 @triton.jit
 def _slots_of(pages, begin, key_position, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
     """The slots of positions whose pages :func:`load_pages` has read, as int32, which multiplies faster than int64."""
-    # The last block may reach past the end of a KV split, hence the modulo.
+    # A pipelined loop also computes addresses of the block behind its last one, whose pages were not read, hence the
+    # modulo: they are not loaded from.
     index = (key_position // BLOCK_SIZE - begin // BLOCK_SIZE) % PAGES
     return tl.gather(pages, index, 0) * BLOCK_SIZE + key_position % BLOCK_SIZE
 
@@ -115,8 +121,9 @@ def attend_split(
 ):
     """Online softmax of ``tile_q`` ``[DP, BLOCK_M]`` at ``position`` over the keys in ``[begin, end)``.
 
-    ``begin`` is a multiple of ``BLOCK_N``. Queries are in front of ``end``, unless ``BEHIND``. Returns ``m_i``, ``l_i``
-    and ``acc`` ``[DVP, BLOCK_M]``.
+    ``begin`` is a multiple of ``BLOCK_N``. Where ``end`` cuts a block, all queries are in front of ``end``, so that the
+    causal mask hides the rest of the block; with ``BEHIND`` they need not be. Returns ``m_i``, ``l_i`` and ``acc``
+    ``[DVP, BLOCK_M]``.
 
     The caller has read all ``pages`` of the KV split. If the loop read each page itself, the address of a block's keys
     would depend on that read, and the keys could be requested only when the block before them is done.
@@ -213,7 +220,7 @@ def decode_attention_kernel(
     # This kernel has few programs. Those of the next launch may start and request its weights meanwhile.
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
-    # The last queries see the most keys and take longest, so their programs start first.
+    # Of one sequence, the last queries see the most keys and take longest, so their programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
@@ -267,7 +274,7 @@ def decode_attention_kernel(
     )
 
     # ---- out = acc / l_i: [DVP, BLOCK_M], of the merged work units if several programs share the context
-    out_query = (batch * T + query) * (HEADS * GROUP) + q_head
+    out_row = (batch * T + query) * (HEADS * GROUP) + q_head
     # Each branch stores its own result. A common store after both would first convert the sums to a common layout.
     if SHARED and programs > 1:
         if is_last(counters + task, programs):
@@ -275,6 +282,6 @@ def decode_attention_kernel(
                 partials, task * max_work_units, work_units, first_work_unit, splits_per_unit, real, scale,
                 SPLIT_GROUP, DVP, BLOCK_M,
             )
-            store_result(out, out_query, inside, m_i, l_i, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
+            store_result(out, out_row, inside, m_i, l_i, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
     else:
-        store_result(out, out_query, inside, m_i, l_i, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
+        store_result(out, out_row, inside, m_i, l_i, acc, sinks, q_head, scale, DV, DVP, SINKS, False)

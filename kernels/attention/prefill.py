@@ -165,5 +165,5 @@ def prefill_attention_kernel(
 
     gdc_launch_dependents(PDL)
     # ---- out = acc / l_i: [BLOCK_M, DVP]
-    out_query = (batch * T + query) * (HEADS * GROUP) + q_head
-    store_result(out, out_query, inside, m_i, l_i, acc, sinks, q_head, scale, DV, DVP, SINKS, True)
+    out_row = (batch * T + query) * (HEADS * GROUP) + q_head
+    store_result(out, out_row, inside, m_i, l_i, acc, sinks, q_head, scale, DV, DVP, SINKS, True)

@@ -1,7 +1,8 @@
 """The tensors of attention as its kernels take them: each is one argument, with the strides by which it is read.
 
-Triton specialises every element of a tuple, as it does with every argument. Strides are counted in elements, and a
-field is named after the index by which it is multiplied.
+Triton specialises every element of a tuple, as it does with every argument, and ``do_not_specialize`` names no
+element, so a stride that changes from call to call does not belong here. Strides are counted in elements, and a field
+is named after the index by which it is multiplied. In a kernel, ``x`` is a pointer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Angles(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Cached keys or values ``[num_blocks, block_size, H, D]``, or those of one head."""
+    """Cached keys or values ``[num_blocks, block_size, H, D]``, as a pool of pages has them: slots at one stride, also
+    across pages, and the last dimension together. Of one head, ``x`` points at that head.
+    """
 
     x: Tensor
     slot: int

@@ -252,11 +252,11 @@ def _result(m_i, l_i, acc, sinks, q_head, scale, SINKS: tl.constexpr, Q_LEFT: tl
 
 @triton.jit
 def store_result(
-    out, out_query, keep, m_i, l_i, acc, sinks, q_head, scale,
+    out, out_row, keep, m_i, l_i, acc, sinks, q_head, scale,
     DV: tl.constexpr, DVP: tl.constexpr, SINKS: tl.constexpr, Q_LEFT: tl.constexpr,
 ):
-    """Write the results of the pairs selected by ``keep`` to ``out_query`` of ``out`` ``[B * T * Hq, DV]``."""
+    """Write the results of the pairs selected by ``keep`` to ``out_row`` of ``out`` ``[B * T * Hq, DV]``."""
     value_dim = across_queries(tl.arange(0, DVP), Q_LEFT)
-    cells = per_query(out_query * DV, Q_LEFT) + value_dim
+    cells = per_query(out_row * DV, Q_LEFT) + value_dim
     result = _result(m_i, l_i, acc, sinks, q_head, scale, SINKS, Q_LEFT)
     tl.store(out + cells, result.to(out.dtype.element_ty), mask=per_query(keep, Q_LEFT) & (value_dim < DV))

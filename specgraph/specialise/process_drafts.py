@@ -7,7 +7,7 @@ without one. Drafts that one call makes together are drawn one after the other h
 of the next. The noise of a draft depends on its number, so this alone changes none of them.
 
 What is kept of a draft for rules that compare distributions is what it was drawn from, so tokens are as exact as
-before. Processors of the host are not among these, since the host would have to be waited for once for every draft.
+before. Processors of the host are left out, since the host would have to be waited for once for every draft.
 
 The decoder applies this pass to the steps of requests that ask for such options.
 """
@@ -103,10 +103,11 @@ def _shared(program: Program, first: fx.Node) -> dict[str, fx.Node]:
     """
     (advance,) = calls(program.graph, step.advance_)
     given, count = arguments(advance), program.drafter.num_speculative_tokens
-    accepted = program.input("window"), given["emitted"], given["num_emitted"]
-    last = insert(first, step.last_accepted, accepted, name="last_accepted")
+    emitted = given["emitted"], given["num_emitted"]
+    last = insert(first, step.last_accepted, (program.input("window"), *emitted), name="last_accepted")
     begin = insert(first, step.last_position, (given["start"], given["num_emitted"]), name="last_position")
-    # All tokens of the window of a draft are known: no number of them is less than that of the drafts.
+    # There is one row of logits, that of the window's last token, and so many known tokens select it: processors count
+    # rows from the first that is not known (kernels/processors/context.py).
     known = insert(first, torch.full_like, (begin, count), name="known_drafts")
     return {"window": last, "start": begin, "num_forced": known}
 

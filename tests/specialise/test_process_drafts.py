@@ -30,10 +30,8 @@ def off(asked: Processing) -> SpecialiseStep:
     return SpecialiseStep(unused=tuple(sorted(OPTION_STATE - asked.state.keys())))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_every_draw_sees_the_drafts_before_it(fused: bool) -> None:
-    passes = WHOLE if fused else (InsertProcessors(), IndexRows())
-    lines = body(built("draft_model", *passes, ProcessDrafts(), off(ASKED)))
+def test_every_draw_sees_the_drafts_before_it() -> None:
+    lines = body(built("draft_model", *WHOLE, ProcessDrafts(), off(ASKED)))
     begin = "history, rows, {}, last_position, known_drafts, gathered_no_repeat_ngram_size)"
     assert [line.partition(", ")[2] for line in lines if line.startswith("after_ban_ngrams_")] == [
         begin.format(window) for window in ("last_accepted", "cat", "cat_1")
