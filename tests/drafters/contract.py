@@ -27,6 +27,7 @@ from tests.detectors import NextLogits, check_fresh_start, check_oracle, check_s
 from tests.dump.test_dump import assert_runs_alike
 from tests.harness import Run, draft_caches, drafting_config, drafting_stage, forced_run, real_run, slots_of
 from tests.models import ragged_prompts
+from tests.once import once
 
 
 class Case(NamedTuple):
@@ -201,13 +202,13 @@ class DraftContract(Contract):
         return forced_run(drafting_stage(cls.decoder(case, bug)), cls.PROMPTS, cls.LIMITS, seed=0, steps=cls.STEPS)
 
     @classmethod
-    @functools.cache
+    @once
     def decoder(cls, case: Case, bug: str | None = None) -> SpeculativeDecoder:
         """:meth:`compiled_with`, made once."""
         return cls.compiled_with(case, bug)
 
     @classmethod
-    @functools.cache
+    @once
     def forced(cls, case: Case, bug: str | None = None) -> Run:
         """:meth:`run_forced`, recorded once."""
         return cls.run_forced(case, bug)

@@ -45,6 +45,7 @@ from tests.detectors import NextLogits, caught_by
 from tests.drafters.contract import CachedDraftContract, Case, planted
 from tests.harness import Run, real_run
 from tests.models import VOCAB, double_model, ragged_prompts
+from tests.once import once
 from tests.pairwise import cover, product
 
 PROMPTS = ragged_prompts((3, 9, 5))
@@ -81,7 +82,7 @@ def draft(name: str) -> PreTrainedModel:
     return target() if name == "itself" else MODELS[name]()
 
 
-@functools.cache
+@once
 def decoder(name: str, k: int, *, max_length: int | None = None, block_size: int = 4) -> SpeculativeDecoder:
     """A decoder by the name of its draft: a key of ``MODELS``, ``itself``, ``ngram`` or ``none``."""
     order = ["insert_kv_cache", "insert_draft", "insert_verify"]

@@ -31,6 +31,7 @@ from tests.drafters.test_ngram import looked_up
 from tests.harness import Run, forced_run
 from tests.kernels.step.test_suffix import searched
 from tests.models import double_model, make_head, make_model, ragged_prompts
+from tests.once import once
 from tests.runtime.test_distribution import LENGTH, PROMPT, VOCAB, exact_joint, model, opposite, p_value
 
 LIMITS = (48, 41, 23)
@@ -66,7 +67,7 @@ HEADS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 """A draft, and the keys of ``draft`` that it needs."""
 
 
-@functools.cache
+@once
 def decoder(
     name: str, k: int, rule: str = "strict", first: str | None = "ngram", bug: str | None = None
 ) -> SpeculativeDecoder:
@@ -87,7 +88,7 @@ def stage(tested: SpeculativeDecoder) -> Program:
     return tested.stages.get("plant_bug") or tested.stages["lookup_first"]
 
 
-@functools.cache
+@once
 def run(name: str, k: int, rule: str = "strict", first: str = "ngram", bug: str | None = None) -> Run:
     """A history over few tokens, in which some sequences repeat themselves and others do not yet."""
     prompts = ragged_prompts((3, 19, 5), vocab=ALPHABET)

@@ -35,6 +35,7 @@ from tests.detectors import NextLogits, caught_by, check_fresh_start, check_orac
 from tests.drafters.test_draft_model import oracle
 from tests.harness import Run, drafting_stage, forced_run, real_run
 from tests.models import double_model, make_model, ragged_prompts
+from tests.once import once
 from tests.recurrent_drafts import DRAFT_STATES
 
 LENGTHS = (2, 2 * CHUNK + 3, CHUNK - 1)
@@ -54,7 +55,7 @@ def model(name: str, seed: int = 0) -> PreTrainedModel:
     return double_model(name, seed)
 
 
-@functools.cache
+@once
 def decoder(
     name: str, k: int, target: str = "llama", rule: str = "strict", bug: str | None = None
 ) -> SpeculativeDecoder:
@@ -66,7 +67,7 @@ def decoder(
     return compiled(model(target, 9), "draft_model", k, model(name), **extra)
 
 
-@functools.cache
+@once
 def forced(name: str, k: int, rule: str = "strict", bug: str | None = None) -> Run:
     return forced_run(drafting_stage(decoder(name, k, rule=rule, bug=bug)), PROMPTS, LIMITS, seed=k, steps=18)
 
