@@ -246,7 +246,7 @@ class Prepared:
         if longest > decoder.max_length:
             raise InputError(
                 f"This call asks for up to {longest} tokens, but the model was attached for {decoder.max_length}; ask "
-                f"for fewer, or {decoder.limits.lengthen('attach it')}."
+                f"for fewer, or {decoder.limits.how_to_lengthen('attach it')}."
             )
         check_rope(model, decoder, self.input_ids.shape[1] - int(self.padding.min()))
 
