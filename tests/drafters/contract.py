@@ -62,6 +62,19 @@ def planted(case: Case, caught: Mapping[str, set[str]]) -> list[Planted]:
     return [Planted(bug, case, found) for bug, found in caught.items()]
 
 
+SHIFTED_CHAIN_BUGS = {
+    "noise off by one position": {"oracle"},
+    "window instead of emitted, shifted": {"oracle"},
+    "target hidden in the chain": {"oracle"},
+    "chained position off by one": {"fresh start", "oracle", "slots"},
+    "chained rows not written": {"oracle", "slots"},
+    "catch-up skips the last row, shifted": {"fresh start", "oracle", "slots"},
+    "rejected rows written, shifted": {"slots"},
+    "proposals from the row before": {"fresh start", "oracle"},
+}
+"""What breaks a head that reads its own hidden states one draft after the other, and no row for the first token."""
+
+
 def check_untouched(run: Run) -> None:
     """No cache has anything in the pages that no sequence owns."""
     owned = [slot for row, limit in enumerate(run.limits) for slot in slots_of(run, row, range(limit))]

@@ -42,7 +42,14 @@ from specgraph.ir.program import Program
 from tests.checkpoints.layouts import HEAD_DIM, HIDDEN, Written
 from tests.decoding import CONFIG
 from tests.detectors import NextLogits
-from tests.drafters.contract import CachedDraftContract, Case, by_rule, planted, tokens_are_those_of_plain_decoding
+from tests.drafters.contract import (
+    SHIFTED_CHAIN_BUGS,
+    CachedDraftContract,
+    Case,
+    by_rule,
+    planted,
+    tokens_are_those_of_plain_decoding,
+)
 from tests.drafters.eagle_formula import EPS, HEADS_WRITTEN, behind, formula, project, target, written
 from tests.drafters.files_contract import FilesContract
 from tests.drafters.training_contract import Trained, TrainingContract, small_target
@@ -73,16 +80,7 @@ class TestDrafts(CachedDraftContract):
     REAL = by_rule("two layers", 3)
     SEEDED = (Case("plain", 7), Case("two layers", 3))
     POISONED = (Case("plain", 3), Case("two layers", 3))
-    BUGS: ClassVar = planted(Case("plain", 3), {
-        "noise off by one position": {"oracle"},
-        "window instead of emitted, shifted": {"oracle"},
-        "target hidden in the chain": {"oracle"},
-        "chained position off by one": {"fresh start", "oracle", "slots"},
-        "chained rows not written": {"oracle", "slots"},
-        "catch-up skips the last row, shifted": {"fresh start", "oracle", "slots"},
-        "rejected rows written, shifted": {"slots"},
-        "proposals from the row before": {"fresh start", "oracle"},
-    })  # fmt: skip
+    BUGS: ClassVar = planted(Case("plain", 3), SHIFTED_CHAIN_BUGS)
 
     @classmethod
     def oracle(cls, name: str) -> NextLogits:

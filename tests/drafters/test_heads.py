@@ -47,7 +47,7 @@ from specgraph.errors import ConfigError, PassError
 from specgraph.ir.program import Program
 from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.detectors import NextLogits, check_oracle, check_slots
-from tests.drafters.contract import CachedDraftContract, Case, planted
+from tests.drafters.contract import SHIFTED_CHAIN_BUGS, CachedDraftContract, Case, planted
 from tests.drafters.test_draft_model import oracle as plain_oracle
 from tests.harness import Options, real_run
 from tests.models import double_model, exact_norms, make_head, make_model, ragged_prompts
@@ -156,15 +156,7 @@ class TestDrafts(CachedDraftContract):
     POISONED = tuple({case.name: case for case in sorted(CASES)}.values())
     """Of every draft the case with the most drafts."""
     BUGS: ClassVar = planted(Case("plain", 4), {
-        "noise off by one position": {"oracle"},
-        "features in another order": {"oracle"},
-        "window instead of emitted, shifted": {"oracle"},
-        "target hidden in the chain": {"oracle"},
-        "chained position off by one": {"fresh start", "oracle", "slots"},
-        "chained rows not written": {"oracle", "slots"},
-        "catch-up skips the last row, shifted": {"fresh start", "oracle", "slots"},
-        "rejected rows written, shifted": {"slots"},
-        "proposals from the row before": {"fresh start", "oracle"},
+        **SHIFTED_CHAIN_BUGS, "features in another order": {"oracle"},
     }) + planted(Case("plain, parallel", 4), {
         "noise off by one position": {"oracle"},
         "rows one position late": {"oracle", "slots"},
