@@ -106,8 +106,7 @@ def load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr)
 @triton.jit
 def _slots_of(pages, begin, key_position, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
     """The slots of positions whose pages :func:`load_pages` has read, as int32, which multiplies faster than int64."""
-    # A pipelined loop also computes addresses of the block behind its last one, whose pages were not read, hence the
-    # modulo: they are not loaded from.
+    # The modulo keeps the index among the pages that were read, whatever block a pipelined loop looks ahead to.
     index = (key_position // BLOCK_SIZE - begin // BLOCK_SIZE) % PAGES
     return tl.gather(pages, index, 0) * BLOCK_SIZE + key_position % BLOCK_SIZE
 

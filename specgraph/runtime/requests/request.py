@@ -86,13 +86,12 @@ class Limits:
 
     def how_to_lengthen(self, verb: str = "compile") -> str:
         """What a caller can do whose sequences are longer, but for shortening them."""
-        if self.model_max_length is not None and self.max_length >= self.model_max_length:
-            return f"use a model that is right for more than {self.model_max_length} positions"
-        if self.model_max_length is None and self.rope is None:
+        longest = self.model_max_length
+        if longest is not None and self.max_length >= longest:
+            return f"use a model that is right for more than {longest} positions"
+        if longest is None and self.rope is None:
             return f"{verb} with a larger max_length if the model allows"
-        what = (
-            "a larger max_length" if self.model_max_length is None else f"a max_length of up to {self.model_max_length}"
-        )
+        what = "a larger max_length" if longest is None else f"a max_length of up to {longest}"
         if self.rope is None or self.rope.length is not None:
             return f"{verb} with {what}"
         return (
