@@ -21,7 +21,7 @@ from specgraph import SpecgraphWarning
 from specgraph.cli import loading, main
 from specgraph.cli.generation import NO_KEYS, GenerationKeys, option_names
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.requests.arguments import KNOWN, OWN, PROCESSING, STRUCTURE
+from specgraph.runtime.requests.arguments import HONOURED, OWN, PROCESSING, STRUCTURE
 
 pytestmark = pytest.mark.usefixtures("cached_decoders")
 QUICK = ["debug.self_check=false", "max_new_tokens=8", "lowering=eager", "dtype=float64"]
@@ -130,7 +130,7 @@ def test_a_chat_template_that_refuses(chat_model: Path, tmp_path: Path, capsys: 
 
 
 def test_every_argument_of_the_decoder_is_a_key_or_is_left_out_for_a_reason() -> None:
-    arguments = OWN | KNOWN | PROCESSING | STRUCTURE
+    arguments = OWN | HONOURED | PROCESSING | STRUCTURE
     assert set(option_names()) | NO_KEYS.keys() == arguments
     assert not set(option_names()) & NO_KEYS.keys()
     named = set(inspect.signature(SpeculativeDecoder.generate).parameters) - {"self", "others"}
