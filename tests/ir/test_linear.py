@@ -23,7 +23,8 @@ import specgraph
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.tracing import trace
 from specgraph.ir import linear as linears
-from specgraph.ir.linear import DENSE, Scheme, describe
+from specgraph.ir.linear import DENSE, describe
+from specgraph.ir.scheme import Scheme
 from specgraph.ir.traffic import reads_of
 from specgraph.kernels.linear.experts import EXPERT_LINEAR
 from specgraph.kernels.ops import Variant, declare

@@ -1,0 +1,60 @@
+"""How the weight of a linear layer is stored, and by which ops a product with it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """How a weight is stored, and which ops compute with it.
+
+    Every op takes the input first, which it calls ``x`` (``input`` in ATen), then the tensors of the weight, and it has
+    an argument ``bias``. Two schemes are equal if they are one object.
+
+    Attributes:
+        name: for reports.
+        traced: the op that a traced module calls, ``(x, *weight, bias=None)``.
+        weight: the arguments that hold the tensors of the weight. Dimension 0 of the first one counts the outputs.
+        lowered: the op with an epilogue, ``(x, *weight, bias, residual, sum_sq, *, norm_eps, activation, ...)`` as
+            ``specgraph::linear`` has it; None if ``traced`` is what runs, and nothing is fused with it.
+        with_norm: the same with the parts of the norm that reads the result, as ``specgraph::linear_norm``; or None.
+        few_rows: a form of ``traced`` for the few rows of a decode step on a CPU; or None.
+        experts: the op whose argument ``expert_ids`` says for each row which matrix of a stack it meets,
+            ``(x, *weight, bias, expert_ids, *, transposed=False)``; or None.
+    """
+
+    name: str
+    traced: Any
+    weight: tuple[str, ...] = ("weight",)
+    lowered: Any = None
+    with_norm: Any = None
+    few_rows: Callable[..., Tensor] | None = None
+    experts: Any = None
+
+    def why_not_merged(self, weights: Sequence[Sequence[Tensor]]) -> str | None:
+        """Why weights cannot be joined tensor by tensor along dimension 0; None if they can.
+
+        Each tensor has to have a row for every output. A scheme with a scale for each block of outputs, for example,
+        overrides this, and allows what it can: weights whose blocks end with them.
+        """
+        if any(tensor.shape[:1] != weight[0].shape[:1] for weight in weights for tensor in weight):
+            return f"a tensor of {self.name} weights does not have a row for every output"
+        kinds = {tuple((t.dtype, t.device, t.shape[1:]) for t in weight) for weight in weights}
+        return "the weights differ in dtype or device" if len(kinds) > 1 else None
+
+    def weight_of(self, module: nn.Module) -> tuple[Tensor, ...] | None:
+        """The tensors of the weight if ``module`` is a linear layer of this scheme whose forward needs the hook of
+        tracing; else None. A layer whose forward calls ``traced`` by itself, as that of ``nn.Linear``, needs none.
+        """
+        return None
+
+    def stacks_of(self, module: nn.Module) -> dict[str, tuple[Tensor, ...]]:
+        """The tensors of every stacked weight of a mixture of experts that is stored like this, by the name that
+        transformers gives the weight (``gate_up_proj``, ``up_proj``, ``down_proj``). Plain stacks need not be named.
+        """
+        return {}
