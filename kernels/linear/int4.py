@@ -10,8 +10,9 @@ symmetric, so there are no zero points.
 Activations are not quantised. Products and sums are float32, or float64 for ``x`` in float64, and the result is rounded
 once to the dtype of ``x``. In particular the weight is not rounded to that dtype before it is multiplied.
 
-There is only plain PyTorch so far, which makes the whole weight for every call and promises nothing about the bits of a
-row when the number of rows changes.
+There is no kernel of its own yet. Every call makes the whole weight in float32, which takes eight times the memory of
+the packed one while it lasts, and multiplies it. On a GPU the kernel of ``specgraph::linear`` does that, whose bits of
+a row do not depend on the other rows; elsewhere PyTorch does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from specgraph.kernels.checks import check_shapes, require
-from specgraph.kernels.ops import Variant, declare
+from specgraph.kernels.linear.linear import Linear, linear_triton
+from specgraph.kernels.ops import declare, not_float64, triton_or_reference
 
 PER_WORD = 8
 """How many numbers of four bits an int32 holds."""
@@ -76,7 +78,7 @@ def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     In the dtype of the scales it is, bit for bit, the weight that compressed-tensors makes of these tensors.
     """
     values = unpack(packed).to(dtype)
-    groups = values.unflatten(-1, (scale.shape[-1], values.shape[-1] // scale.shape[-1]))
+    groups = values.view(*scale.shape, -1)
     return (groups * scale.to(dtype)[..., None]).flatten(-2)
 
 
@@ -86,6 +88,13 @@ def int4_linear_reference(given: Int4Linear) -> Tensor:
     weight = dequantise(given.packed, given.scale, exact)
     bias = None if given.bias is None else given.bias.to(exact)
     return functional.linear(given.x.to(exact), weight, bias).to(given.x.dtype)
+
+
+def int4_linear_triton(given: Int4Linear) -> Tensor:
+    """:class:`Int4Linear` by the kernel of ``specgraph::linear`` in float32."""
+    weight = dequantise(given.packed, given.scale, torch.float32)
+    bias = None if given.bias is None else given.bias.float()
+    return linear_triton(Linear(given.x.float(), weight, bias)).to(given.x.dtype)
 
 
 def _shifts(device: torch.device) -> Tensor:
@@ -114,6 +123,7 @@ def _int4_linear_fake(given: Int4Linear) -> Tensor:
 
 
 INT4_LINEAR = declare(
-    "int4_linear", Int4Linear, _int4_linear_fake, (Variant("reference", int4_linear_reference, batch_invariant=False),)
+    "int4_linear", Int4Linear, _int4_linear_fake,
+    triton_or_reference(int4_linear_triton, int4_linear_reference, covers=not_float64("x")),
 )
 int4_linear = INT4_LINEAR.function

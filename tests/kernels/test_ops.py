@@ -160,7 +160,7 @@ def test_every_op_of_the_namespace_is_declared_here() -> None:
 
 
 def test_on_a_gpu_rows_are_independent_but_for_what_traces_hold() -> None:
-    dense = {"attention", "block_attention", "causal_conv", "gated_delta_rule", "int4_linear", "selective_scan"}
+    dense = {"attention", "block_attention", "causal_conv", "gated_delta_rule", "selective_scan"}
     assert {name for name, op in OPS.items() if not op.batch_invariant("cuda")} == dense
     floats = {"linear", "rms_norm", "verify", "paged_attention"}
     assert not any(OPS[name].batch_invariant("cpu") for name in floats)

@@ -66,17 +66,30 @@ def test_every_entry_is_a_number_times_the_scale_of_its_group(has_bias: bool) ->
             assert float(found[row, o]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_result_is_rounded_once(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("dtype", "scale_dtype"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
+     (torch.float16, torch.float16)], ids=str,
+)  # fmt: skip
+def test_the_result_is_rounded_once(form: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     """The weight is not rounded to the dtype of the input. Float32 sums of 48 products have an error of their own."""
     packed, scale = pack(numbers(OUTER, INNER)), normal(OUTER, GROUPS, dtype=scale_dtype)
     x, bias = normal(2, ROWS, INNER, dtype=dtype, seed=2), normal(OUTER, dtype=dtype, seed=3)
     expected = reference(x.double(), packed, scale, bias.double())
     magnitude = x.double().abs() @ dequantise(packed, scale, torch.float64).abs().T + bias.double().abs()
-    found = int4_linear(x, packed, scale, bias)
+    found = INT4_LINEAR.form(form)(x, packed, scale, bias)
     assert (found.dtype, found.shape) == (dtype, (2, ROWS, OUTER))
     assert_within(found, expected, (INNER + 2) * 2.0**-24 * magnitude)
+
+
+def test_the_bits_of_a_row_do_not_depend_on_other_rows_on_a_gpu() -> None:
+    packed, scale = pack(numbers(70, 256)), normal(70, 4, dtype=torch.bfloat16)
+    x = normal(40, 256, dtype=torch.bfloat16)
+    form = INT4_LINEAR.form("triton")
+    together = form(x, packed, scale)
+    for rows in (slice(0, 1), slice(3, 8), slice(17, 40)):
+        assert torch.equal(form(x[rows], packed, scale), together[rows])
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 48])
