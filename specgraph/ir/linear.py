@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 import specgraph.kernels.linear.experts
 import specgraph.kernels.linear.linear  # noqa: F401  (both register ops)
 from specgraph.ir.graphs import arguments, get_attribute
+from specgraph.ir.int4 import INT4
 from specgraph.ir.scheme import Scheme
 from specgraph.kernels.linear.few_rows import few_rows_linear
 
@@ -74,7 +75,7 @@ DENSE = Scheme(
 )
 """One matrix ``[O, I]`` in the dtype of the input."""
 
-SCHEMES: list[Scheme] = [DENSE]
+SCHEMES: list[Scheme] = [DENSE, INT4]
 """The schemes that are known, in the order in which they are asked whether a module is theirs."""
 
 
@@ -112,11 +113,15 @@ def stacks_of(module: nn.Module) -> dict[str, tuple[Scheme, tuple[Tensor, ...]]]
 
 
 def packed_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors of all weights of a model that are stored in a scheme which needs a hook."""
+    """The tensors of all weights of a model that are stored in a scheme which needs a hook.
+
+    Integers beside the weight of a linear layer, such as its shape, are among them.
+    """
     for module in model.modules():
         layer = scheme_of(module)
         if layer is not None:
             yield from layer[1]
+            yield from (value for value in module.parameters(recurse=False) if not value.is_floating_point())
         for _, stack in stacks_of(module).values():
             yield from stack
 
