@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from specgraph.runtime.outputs.stats import Stats as Stats
     from specgraph.runtime.scoring import ScoreOutput as ScoreOutput
     from specgraph.runtime.session import Session as Session
+    from specgraph.schemes.load import load as load
+    from specgraph.schemes.quantise import quantise as quantise
 
 _HOMES = {
     "compiler.compile": ("compile_speculative",),
@@ -58,6 +60,8 @@ _HOMES = {
     "runtime.outputs.stats": ("Capacity", "SessionStats", "Stats"),
     "runtime.scoring": ("ScoreOutput",),
     "runtime.session": ("Session",),
+    "schemes.load": ("load",),
+    "schemes.quantise": ("quantise",),
 }  # fmt: skip
 """The names of the package, by the modules in which they are."""
 __all__ = [name for names in _HOMES.values() for name in names]

@@ -1,0 +1,210 @@
+"""Loads a model whose weights are stored in a scheme: packed tensors are read as they are in the files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from specgraph.checkpoints.causal_lm import load_causal_lm
+from specgraph.checkpoints.files import Files, StoredTensor, open_files, read_json
+from specgraph.errors import UnsupportedModelError
+from specgraph.kernels.linear.int4 import PER_WORD, SCALE_DTYPES
+from specgraph.schemes.int4 import Int4Linear
+from specgraph.schemes.layout import Layout, read_layout
+from specgraph.schemes.targets import targeted
+
+PARTS = {"weight_packed": (torch.int32,), "weight_scale": SCALE_DTYPES, "weight_shape": (torch.int64, torch.int32)}
+"""The tensors of a quantised layer, and the dtypes in which a file may hold them."""
+
+
+def load(
+    folder: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """A causal LM from the folder of a checkpoint, in evaluation mode, with packed weights if it has such.
+
+    If its ``config.json`` says that weights are quantised, they have to be numbers of four bits in groups, in the
+    layout that compressed-tensors calls ``pack-quantized`` and that a model has which :func:`specgraph.quantise` made.
+    They are not dequantised, and the package compressed-tensors is not needed. A model whose files hold other names
+    than its modules, such as a matrix for each expert where transformers has one stack, is not read in this way.
+    Another checkpoint is loaded by transformers.
+
+    Args:
+        folder: with ``config.json`` and safetensors, in one file or several that an index names.
+        device: where the weights come; the CPU by default.
+        dtype: that of all weights that are not quantised; by default the one that ``config.json`` states. The scales of
+            quantised weights stay in the dtype in which they are stored.
+
+    Raises:
+        ConfigError: there are no such files, or they are damaged.
+        UnsupportedModelError: weights are quantised in another way, or a tensor is missing, has another shape or dtype,
+            or is there though the model has none of that name.
+    """
+    path = Path(folder).expanduser()
+    stated = read_json(path / "config.json").get("quantization_config")
+    if stated is None:
+        model = load_causal_lm(path, dtype or "auto", f"folder={str(folder)!r}")
+        return model.to(device) if device is not None else model
+    layout, files, place = read_layout(stated), open_files(path), torch.device(device or "cpu")
+    model = _empty_model(path, layout, dtype)
+    aliases = _check_names(model, files)
+    _fill(model, files, aliases, place)
+    _make_buffers(model, place)
+    model.tie_weights()
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    model.config.quantization_config = stated
+    return model.eval()
+
+
+def _empty_model(path: Path, layout: Layout, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The model on ``meta``, with the layers that the layout targets in four bits."""
+    config = AutoConfig.from_pretrained(path)
+    del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        for name, layer in targeted(model, layout.targets, layout.ignore).items():
+            if layer.in_features % PER_WORD or layer.in_features % layout.group_size:
+                raise UnsupportedModelError(
+                    f"{name} has {layer.in_features} inputs, which are no multiple of {PER_WORD} and of the "
+                    f"group_size of quantization_config, {layout.group_size}."
+                )
+            model.set_submodule(name, Int4Linear.empty_as(layer, layout.group_size))
+    return model
+
+
+def _check_names(model: PreTrainedModel, files: Files) -> dict[str, str]:
+    """Compare the names, shapes and dtypes of the files' tensors with those of the model.
+
+    Returns:
+        For every tensor of the model that is another one under a second name, and that is not read: the other's name.
+    """
+    wanted, tied = model.state_dict(), dict(model.all_tied_weights_keys)
+    unread = _patterns(model._keys_to_ignore_on_load_unexpected)
+    aliases: dict[str, str] = {}
+    for target, source in tied.items():
+        kept, alias = (target, source) if source not in files.tensors else (source, target)
+        if alias in wanted:
+            aliases[alias] = kept
+    for name, tensor in wanted.items():
+        if name in files.tensors:
+            _check_tensor(name, files.tensors[name], tensor)
+        elif name not in aliases:
+            raise UnsupportedModelError(
+                f"{files.path} has no tensor {name}, which a {type(model).__name__} with its configuration needs; the "
+                "checkpoint is incomplete, or its files name tensors in another way than transformers' modules."
+            )
+    for name in files.tensors:
+        if name not in wanted and not any(pattern.search(name) for pattern in unread):
+            raise UnsupportedModelError(
+                f"{files.path} holds the tensor {name}, which a {type(model).__name__} with its configuration does not "
+                "have; remove the tensor, or correct the configuration."
+            )
+    return aliases
+
+
+def _patterns(more: Iterable[str] | None) -> list[re.Pattern[str]]:
+    """What transformers does not read either: buffers that old files hold, and what the model's class names."""
+    return [re.compile(text) for text in (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(more or ()))]
+
+
+def _check_tensor(name: str, stored: StoredTensor, wanted: Tensor) -> None:
+    if stored.shape != tuple(wanted.shape):
+        raise UnsupportedModelError(
+            f"{name} of {stored.file} has the shape {list(stored.shape)}, and config.json needs {list(wanted.shape)}; "
+            "one of them is of another model."
+        )
+    allowed = PARTS.get(name.rpartition(".")[2])
+    fits = stored.dtype in allowed if allowed else stored.dtype.is_floating_point == wanted.dtype.is_floating_point
+    if not fits:
+        of = ", ".join(map(str, allowed)) if allowed else f"{wanted.dtype} or one of its kind"
+        raise UnsupportedModelError(f"{name} of {stored.file} is {stored.dtype}; it must be {of}.")
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel, files: Files, aliases: Mapping[str, str], device: torch.device) -> None:
+    """Read the tensors of the files, one at a time, into the model."""
+    single = _patterns_of_float32(model)
+    for name, empty in model.state_dict(keep_vars=True).items():
+        if name in aliases:
+            _check_alias(name, aliases[name], files)
+            continue
+        value = files.tensors[name].read()
+        _, _, leaf = name.rpartition(".")
+        if leaf == "weight_shape":
+            _check_stated_shape(name, value, model.get_submodule(name.removesuffix(".weight_shape")))
+        if leaf not in PARTS and value.is_floating_point():
+            value = value.to(torch.float32 if any(p.search(name) for p in single) else empty.dtype)
+        # A mapped file aligns no tensor, and operands that are not aligned may be rounded in another way.
+        value = value.to(device, copy=True).contiguous()
+        owner, _, leaf = name.rpartition(".")
+        is_parameter = isinstance(empty, nn.Parameter)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False) if is_parameter else value)
+
+
+def _patterns_of_float32(model: PreTrainedModel) -> list[re.Pattern[str]]:
+    """The names of parameters that stay in float32 in a model of 16 bits, as transformers has it."""
+    always = model._keep_in_fp32_modules_strict or ()
+    names = {
+        torch.bfloat16: always,
+        torch.float16: (*always, *(model._keep_in_fp32_modules or ())),
+    }.get(model.dtype, ())
+    return [re.compile(rf"((^|\.){name}($|\.))") for name in names]
+
+
+def _check_alias(name: str, kept: str, files: Files) -> None:
+    """A tensor that is tied to another one equals it, if the files hold both."""
+    if name in files.tensors and not torch.equal(files.tensors[name].read(), files.tensors[kept].read()):
+        raise UnsupportedModelError(
+            f"{files.path} holds {name} and {kept} with different values, and config.json says that they are one; set "
+            "tie_word_embeddings to false there if both are meant."
+        )
+
+
+def _check_stated_shape(name: str, value: Tensor, layer: Any) -> None:
+    if value.tolist() != [layer.out_features, layer.in_features]:
+        raise UnsupportedModelError(
+            f"{name} is {value.tolist()}, and config.json needs {[layer.out_features, layer.in_features]}; one of them "
+            "is of another model."
+        )
+
+
+@torch.no_grad()
+def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Make the buffers that no file holds, such as the frequencies of rotary embeddings.
+
+    That is what ``_init_weights`` of a model does in transformers, which loads models in this way, too. It leaves alone
+    what is marked as initialised. A buffer that it has not written is refused.
+    """
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    made: dict[str, tuple[nn.Module, str, Tensor]] = {}
+    for owner, module in model.named_modules():
+        leaves = [leaf for leaf in module._non_persistent_buffers_set if module._buffers.get(leaf) is not None]
+        module._is_hf_initialized = not leaves
+        for leaf in leaves:
+            module._buffers[leaf] = empty = torch.empty_like(module._buffers[leaf], device=device)
+            made[f"{owner}.{leaf}"] = module, leaf, empty
+    versions = {name: empty._version for name, (_, _, empty) in made.items()}
+    model.initialize_weights()
+    for name, (module, leaf, empty) in made.items():
+        found = module._buffers[leaf]
+        if found is empty and empty._version == versions[name] and empty.numel():
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has a buffer {name} that no file holds and that transformers does not make "
+                "again, so its quantised weights cannot be loaded."
+            )
+    for name, tensor in _left_on_meta(model):
+        raise UnsupportedModelError(f"{name} of {type(model).__name__} was not loaded: {tuple(tensor.shape)} on meta.")
+
+
+def _left_on_meta(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    tied = model.all_tied_weights_keys
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and name not in tied and name not in tied.values():
+            yield name, tensor
