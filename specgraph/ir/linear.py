@@ -120,8 +120,8 @@ def packed_tensors(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         layer = scheme_of(module)
         if layer is not None:
-            yield from layer[1]
-            yield from (value for value in module.parameters(recurse=False) if not value.is_floating_point())
+            others = (value for value in module.parameters(recurse=False) if not value.is_floating_point())
+            yield from {id(part): part for part in (*layer[1], *others)}.values()
         for _, stack in stacks_of(module).values():
             yield from stack
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,8 @@ def load(
     model = _empty_model(path, layout, dtype)
     aliases = _check_names(model, files)
     _fill(model, files, aliases, place)
+    model.tie_weights(missing_keys=set(aliases), recompute_mapping=False)
     _make_buffers(model, place)
-    model.tie_weights()
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.config.quantization_config = stated
@@ -199,12 +199,3 @@ def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
                 f"{type(model).__name__} has a buffer {name} that no file holds and that transformers does not make "
                 "again, so its quantised weights cannot be loaded."
             )
-    for name, tensor in _left_on_meta(model):
-        raise UnsupportedModelError(f"{name} of {type(model).__name__} was not loaded: {tuple(tensor.shape)} on meta.")
-
-
-def _left_on_meta(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    tied = model.all_tied_weights_keys
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta and name not in tied and name not in tied.values():
-            yield name, tensor
