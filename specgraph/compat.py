@@ -4,10 +4,11 @@ They are there in torch 2.11 to 2.13 and in transformers 5.17 to 5.23, which set
 otherwise. Whoever admits another version looks here first.
 
 Some attributes of public objects cannot come from here, and stand where they are used: ``OpOverload._schema``,
-``Tensor._version``, the dictionaries ``_modules``, ``_parameters`` and ``_buffers`` of a module, ``_is_impure`` of one
-in a graph, ``_erased`` of a node, ``torch.no_grad``'s ``prev``, and ``_attn_implementation`` and
-``_experts_implementation`` of a configuration. Kernels import nothing of ours, so ``kernels/`` names
-``torch._ops.OpOverload`` and ``torch._check_value`` itself.
+``Tensor._version``, the dictionaries ``_modules``, ``_parameters`` and ``_buffers`` of a module and its
+``_non_persistent_buffers_set``, ``_is_impure`` of one in a graph, ``_erased`` of a node, ``torch.no_grad``'s ``prev``,
+``_attn_implementation`` and ``_experts_implementation`` of a configuration, and of a model of transformers
+``_is_hf_initialized``, ``_keep_in_fp32_modules`` (and ``_strict``) and ``_keys_to_ignore_on_load_unexpected``. Kernels
+import nothing of ours, so ``kernels/`` names ``torch._ops.OpOverload`` and ``torch._check_value`` itself.
 """
 
 # Every import is for other modules.

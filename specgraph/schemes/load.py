@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from specgraph.checkpoints.causal_lm import load_causal_lm
+from specgraph.checkpoints.causal_lm import DAMAGED, load_causal_lm, not_loaded
 from specgraph.checkpoints.files import Files, StoredTensor, open_files, read_json
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.linear.int4 import PER_WORD, SCALE_DTYPES
@@ -41,7 +41,7 @@ def load(
             quantised weights stay in the dtype in which they are stored.
 
     Raises:
-        ConfigError: there are no such files, or they are damaged.
+        ConfigError: there are no such files, they are damaged, or transformers has no causal LM of this kind.
         UnsupportedModelError: weights are quantised in another way, or a tensor is missing, has another shape or dtype,
             or is there though the model has none of that name.
     """
@@ -64,10 +64,14 @@ def load(
 
 def _empty_model(path: Path, layout: Layout, dtype: torch.dtype | None) -> PreTrainedModel:
     """The model on ``meta``, with the layers that the layout targets in four bits."""
-    config = AutoConfig.from_pretrained(path)
-    del config.quantization_config
+    try:
+        config = AutoConfig.from_pretrained(path)
+        del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    except DAMAGED as error:
+        raise not_loaded(f"folder={str(path)!r}", path, error) from error
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
         for name, layer in targeted(model, layout.targets, layout.ignore).items():
             if layer.in_features % PER_WORD or layer.in_features % layout.group_size:
                 raise UnsupportedModelError(

@@ -251,6 +251,12 @@ def test_the_defaults_of_generation_are_loaded(tmp_path: Path) -> None:
     assert specgraph.load(saved(model, tmp_path)).generation_config.max_new_tokens == 7
 
 
+def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path) -> None:
+    folder = changed(quantised(), tmp_path, lambda _, config: config.update(model_type="lama"))
+    with pytest.raises(ConfigError, match=r"folder=.* cannot be loaded as a causal LM: .*lama"):
+        specgraph.load(folder)
+
+
 def test_files_with_a_matrix_for_each_expert_are_refused(tmp_path: Path) -> None:
     """As transformers saves stacks of experts."""
     with pytest.raises(UnsupportedModelError, match=r"mlp\.experts\.gate_up_proj, .* in another way than transformers"):
