@@ -31,8 +31,8 @@ PER_WORD = 8
 """How many numbers of four bits an int32 holds."""
 OFFSET = 8
 """What is added to a number from -8 to 7 before it is stored."""
-SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes that scales may have."""
+SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes that scales may have. The last one is that of a model which was cast to check it."""
 
 
 @dataclass(slots=True)

@@ -177,7 +177,7 @@ def test_a_layer_of_another_package_is_recognised() -> None:
         {"weight_packed": torch.zeros(2, 6, 4, dtype=torch.int32)},
         {"weight_packed": None},
         {"weight_scale": torch.ones(6, 3)},
-        {"weight_scale": torch.ones(6, 2, dtype=torch.float64)},
+        {"weight_scale": torch.ones(6, 2, dtype=torch.int32)},
         {"weight_scale": torch.ones(6)},
         {"weight_scale": None},
         {"weight_zero_point": torch.zeros(1, 2)},
@@ -198,6 +198,15 @@ def test_a_model_with_layers_of_another_package_is_compiled() -> None:
             model.set_submodule(name, Foreign(**parts))
     found = specgraph.compile_speculative(model, CONFIG).generate(prompts, max_new_tokens=8).new_tokens
     assert_same_tokens(oracle(quantised()), prompts, found, expected)
+
+
+def test_a_model_that_is_cast_keeps_its_numbers_and_scales() -> None:
+    model, prompts = quantised(dtype=torch.float32), ragged_prompts()
+    wide = copy.deepcopy(model).double()
+    assert {x.weight_scale.dtype for x in wide.modules() if isinstance(x, Int4Linear)} == {torch.float64}
+    found = specgraph.compile_speculative(wide, CONFIG).generate(prompts, max_new_tokens=8).new_tokens
+    expected = [up_to_end(tokens) for tokens in forward_greedy(oracle(model).double(), prompts, 8)]
+    assert_same_tokens(oracle(wide), prompts, found, expected)
 
 
 def test_a_layer_that_no_scheme_recognises_is_refused() -> None:

@@ -136,7 +136,7 @@ GOOD = {"x": torch.empty(2, 16), "packed": torch.empty(5, 2, dtype=torch.int32),
         ({"scale": torch.empty(4, 4)}, r"scale must be \[O, \*\] = \[5, \*\], not \[4, 4\]"),
         ({"scale": torch.empty(5, 3)}, "scale has 3 groups for 16 inputs; the number of groups must divide"),
         ({"scale": torch.empty(5, 0)}, "scale has 0 groups for 16 inputs"),
-        ({"scale": torch.empty(5, 4, dtype=torch.float64)}, "scale is torch.float64; it must be one of torch.bfloat16"),
+        ({"scale": torch.empty(5, 4, dtype=torch.int32)}, "scale is torch.int32; it must be one of torch.bfloat16"),
         ({"bias": torch.empty(4)}, r"bias must be \[O\] = \[5\], not \[4\]"),
     ],
 )
