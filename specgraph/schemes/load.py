@@ -43,7 +43,7 @@ def load(
     Raises:
         ConfigError: there are no such files, they are damaged, or transformers has no causal LM of this kind.
         UnsupportedModelError: weights are quantised in another way, or a tensor is missing, has another shape or dtype,
-            or is there though the model has none of that name.
+            or is there though the model has none of that name, or a scale is 0 or not finite.
     """
     path = Path(folder).expanduser()
     stated = read_json(path / "config.json").get("quantization_config")
@@ -142,6 +142,8 @@ def _fill(model: PreTrainedModel, files: Files, aliases: Mapping[str, str], devi
         _, _, leaf = name.rpartition(".")
         if leaf == "weight_shape":
             _check_stated_shape(name, value, model.get_submodule(name.removesuffix(".weight_shape")))
+        if leaf == "weight_scale":
+            _check_scales(name, value, files.tensors[name].file)
         if leaf not in PARTS and value.is_floating_point():
             value = value.to(torch.float32 if any(p.search(name) for p in single) else empty.dtype)
         # A mapped file aligns no tensor, and operands that are not aligned may be rounded in another way.
@@ -175,6 +177,16 @@ def _check_stated_shape(name: str, value: Tensor, layer: Any) -> None:
         raise UnsupportedModelError(
             f"{name} is {value.tolist()}, and config.json needs {[layer.out_features, layer.in_features]}; one of them "
             "is of another model."
+        )
+
+
+def _check_scales(name: str, value: Tensor, file: Path) -> None:
+    bad = ~(value.isfinite() & (value != 0))
+    if bool(bad.any()):
+        output, group = bad.nonzero()[0].tolist()
+        raise UnsupportedModelError(
+            f"{name} of {file} is {float(value[output, group])} for output {output}, group {group}; scales must be "
+            "finite and other than 0, so the file is damaged."
         )
 
 

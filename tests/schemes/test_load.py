@@ -170,6 +170,10 @@ def _state(key: str, value: Any) -> Change:
     return lambda _, config: config["quantization_config"].__setitem__(key, value)
 
 
+def _change_scale(value: float) -> Change:
+    return lambda tensors, _: tensors[f"{PROJECTION}.weight_scale"][3].__setitem__(1, value)
+
+
 def _group_size(size: int) -> Change:
     return lambda _, config: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(
         group_size=size
@@ -193,6 +197,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "packed dtype": (_set(f"{PROJECTION}.weight_packed", torch.zeros(32, 6)), "weight_packed of .* be torch.int32"),
     "scale's dtype": (_set(f"{PROJECTION}.weight_scale", torch.ones(32, 3, dtype=torch.int32)),
                       "weight_scale of .* is torch.int32; it must be torch.bfloat16"),
+    "zero scale": (_change_scale(0.0), r"scale of .* is 0\.0 for output 3, group 1; .* other than 0"),
+    "NaN scale": (_change_scale(float("nan")), rf"{PROJECTION}\.weight_scale of .* is nan for output 3, group 1"),
+    "infinite scale": (_change_scale(float("inf")), rf"{PROJECTION}\.weight_scale of .* is inf for output 3, group 1"),
     "integer norm": (_set("model.norm.weight", torch.ones(32, dtype=INT)), r"norm\.weight of .* is torch.int32"),
     "method": (_state("quant_method", "gptq"), "quant_method of quantization_config is 'gptq'; allowed is 'comp"),
     "format": (_state("format", "nvfp4-pack-quantized"), "format of quantization_config .* is 'pack-quantized'"),
