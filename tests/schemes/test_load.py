@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specgraph
+from specgraph.checkpoints.files import Files, StoredTensor, open_files
 from specgraph.errors import ConfigError, UnsupportedModelError
+from specgraph.schemes import load as load_module
 from specgraph.schemes.int4 import Int4Linear
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
 from tests.models import make_model, ragged_prompts, saved
@@ -98,6 +102,33 @@ def test_another_dtype_is_that_of_all_but_the_packed_tensors(tmp_path: Path) -> 
 def test_a_model_that_is_not_quantised_is_loaded_by_transformers(tmp_path: Path) -> None:
     model = make_model("llama", seed=4)
     assert_equal_models(specgraph.load(str(saved(model, tmp_path)), device="cpu"), model)
+
+
+def test_one_tensor_at_a_time_is_read_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the peak is the packed size and the largest tensor."""
+    read: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def opened(path: Path) -> Files:
+        files = open_files(path)
+        return dataclasses.replace(files, tensors={n: watched(stored) for n, stored in files.tensors.items()})
+
+    def watched(stored: StoredTensor) -> StoredTensor:
+        def watch() -> Tensor:
+            alive.append(sum(reference() is not None for reference in read))
+            tensor = stored.read()
+            read.append(weakref.ref(tensor))
+            return tensor
+
+        return dataclasses.replace(stored, read=watch)
+
+    folder = saved(quantised(), tmp_path)
+    monkeypatch.setattr(load_module, "open_files", opened)
+    found = specgraph.load(folder)
+    assert len(read) == len(load_file(folder / "model.safetensors"))
+    assert max(alive) <= 1
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found.state_dict().values()}
+    assert sum(sizes.values()) == sum(x.nbytes for x in load_file(folder / "model.safetensors").values())
 
 
 # Against compressed-tensors
