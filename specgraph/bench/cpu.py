@@ -24,10 +24,10 @@ from specgraph.bench.drafts import checkpoint_of, needs_head, with_draft, with_r
 from specgraph.bench.models import random_head
 from specgraph.bench.peers import transformers_generate
 from specgraph.bench.report import Cell, Row
-from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
 from specgraph.runtime.decoder import SpeculativeDecoder
+from specgraph.schemes.load import load_causal_lm
 
 Decode = Callable[[Tensor], tuple[Tensor, list[int]]]
 """From a prompt, 1-D int64, to its new tokens, and how many of them each decode step emitted (empty if unknown)."""

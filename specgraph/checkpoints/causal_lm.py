@@ -26,7 +26,7 @@ DAMAGED = (
 """Exceptions that transformers and the readers of weight files raise for missing, damaged or unknown files."""
 
 
-def load_causal_lm(
+def load_by_transformers(
     name: str | Path, dtype: torch.dtype | str, what: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:  # fmt: skip
     """A causal LM in evaluation mode, on the CPU.
@@ -44,7 +44,7 @@ def load_causal_lm(
 
 
 def load_whole(name: str | Path, what: str, **options: Any) -> Any:
-    """The object that ``AutoModelForCausalLM.from_pretrained`` loads; see :func:`load_causal_lm`.
+    """The object that ``AutoModelForCausalLM.from_pretrained`` loads; see :func:`load_by_transformers`.
 
     Raises:
         ConfigError: it cannot be loaded, its files lack a tensor, or its ``generation_config.json`` is damaged, which
@@ -72,7 +72,7 @@ def not_loaded(what: str, name: str | Path, error: Exception) -> ConfigError:
     """The error that says why a model cannot be loaded, by its files if these are damaged, else in transformers' words.
 
     Args:
-        what: as for :func:`load_causal_lm`.
+        what: as for :func:`load_by_transformers`.
         name: the folder or name of the model.
         error: what transformers raised.
     """

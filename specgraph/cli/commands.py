@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph import dump as dumps
-from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.checkpoints.gguf import is_gguf
 from specgraph.cli.check_options import RAY, check_engine, check_options
 from specgraph.cli.command_table import options_of
@@ -38,6 +37,7 @@ from specgraph.config import Config, DraftConfig, to_config
 from specgraph.plots import check_plot, plot_acceptance
 from specgraph.progress import progress_bars
 from specgraph.runtime.outputs.stats import Stats
+from specgraph.schemes.load import load_causal_lm
 from specgraph.tables import text_table
 
 if TYPE_CHECKING:

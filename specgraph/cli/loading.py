@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from specgraph.checkpoints.causal_lm import DAMAGED, is_missing_folder, load_causal_lm, not_loaded, why_not_loaded
+from specgraph.checkpoints.causal_lm import DAMAGED, is_missing_folder, not_loaded, why_not_loaded
 from specgraph.checkpoints.gguf import is_gguf, source_of
 from specgraph.compiler.compile import FALLBACK_MAX_LENGTH
 from specgraph.config import Config, group_choices
@@ -20,6 +20,7 @@ from specgraph.config.paths import did_you_mean_path
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
 from specgraph.runtime.requests.request import Limits
+from specgraph.schemes.load import load_causal_lm
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

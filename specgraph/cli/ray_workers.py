@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.cli.check_options import decoder_options
 from specgraph.cli.decode_prompts import InOrder, Outcome, Prompt, draw_seeds, reads_seeds
 from specgraph.cli.keys import GenerateConfig
@@ -24,6 +23,7 @@ from specgraph.config import Config
 from specgraph.errors import ConfigError, SpecgraphError
 from specgraph.progress import Progress
 from specgraph.runtime.outputs.stats import Stats
+from specgraph.schemes.load import load_causal_lm
 
 ROUNDS = 4
 """A worker gets this many times as many prompts at once as it decodes together, so that no row of its batch is idle."""

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.gguf import is_gguf
@@ -28,6 +27,7 @@ from specgraph.frontend.shapes_only import without_weights
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
 from specgraph.ir.drafter import Mask
 from specgraph.ir.model_info import ModelInfo
+from specgraph.schemes.load import load_causal_lm
 
 MOST = 16
 """K where the chain of drafts may end early, unless a number is given."""

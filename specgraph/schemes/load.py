@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from specgraph.checkpoints.causal_lm import DAMAGED, load_causal_lm, not_loaded
+from specgraph.checkpoints.causal_lm import DAMAGED, load_by_transformers, not_loaded
 from specgraph.checkpoints.files import Files, StoredTensor, open_files, read_json
-from specgraph.errors import UnsupportedModelError
+from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.kernels.linear.int4 import PER_WORD, SCALE_DTYPES
 from specgraph.schemes.int4 import Int4Linear
-from specgraph.schemes.layout import Layout, read_layout
+from specgraph.schemes.layout import METHOD, Layout, read_layout
 from specgraph.schemes.targets import targeted
 
 PARTS = {"weight_packed": (torch.int32,), "weight_scale": SCALE_DTYPES, "weight_shape": (torch.int64, torch.int32)}
@@ -48,7 +48,7 @@ def load(
     path = Path(folder).expanduser()
     stated = read_json(path / "config.json").get("quantization_config")
     if stated is None:
-        model = load_causal_lm(path, dtype or "auto", f"folder={str(folder)!r}")
+        model = load_by_transformers(path, dtype or "auto", f"folder={str(folder)!r}")
         return model.to(device) if device is not None else model
     layout, files, place = read_layout(stated), open_files(path), torch.device(device or "cpu")
     model = _empty_model(path, layout, dtype)
@@ -60,6 +60,33 @@ def load(
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.config.quantization_config = stated
     return model.eval()
+
+
+def load_causal_lm(
+    name: str | Path, dtype: torch.dtype | str, what: str, trust_remote_code: bool = False
+) -> PreTrainedModel:  # fmt: skip
+    """A causal LM in evaluation mode, on the CPU: by :func:`load` if ``name`` is a folder with weights in the layout of
+    compressed-tensors, else by transformers. The arguments are those of
+    :func:`~specgraph.checkpoints.causal_lm.load_by_transformers`.
+
+    Raises:
+        ConfigError: it cannot be loaded, or its files lack a tensor, which transformers would fill at random.
+        UnsupportedModelError: its weights are quantised in a way that :func:`load` does not read.
+    """
+    folder = Path(name).expanduser()
+    if not _is_packed(folder):
+        return load_by_transformers(name, dtype, what, trust_remote_code)
+    if isinstance(dtype, str):
+        return load(folder, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    return load(folder, dtype=dtype)
+
+
+def _is_packed(folder: Path) -> bool:
+    try:
+        stated = read_json(folder / "config.json").get("quantization_config")
+    except ConfigError:  # transformers knows models by names, too, and says what is wrong with a file
+        return False
+    return isinstance(stated, Mapping) and stated.get("quant_method") == METHOD
 
 
 def _empty_model(path: Path, layout: Layout, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import specgraph
-from specgraph.checkpoints.causal_lm import load_causal_lm
+from specgraph.checkpoints.causal_lm import load_by_transformers
 from specgraph.checkpoints.files import open_files
 from specgraph.cli import main
 from specgraph.config.paths import did_you_mean_path
@@ -42,7 +42,7 @@ def test_each_wrong_part_is_replaced(folder: Path) -> None:
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a draft": (lambda: specgraph.compile_speculative(shared_model("llama"), draft="models/tiny/haed"),
                 "there is no such folder (did you mean 'models/tiny/head'?)."),
-    "a name that is a path": (lambda: load_causal_lm("models/tinny", "auto", "model=models/tinny"),
+    "a name that is a path": (lambda: load_by_transformers("models/tinny", "auto", "model=models/tinny"),
                               " (did you mean 'models/tiny'?)."),
     "a checkpoint": (lambda: open_files("models/tiny/haed"), "'models/tiny/haed' (did you mean 'models/tiny/head'?); "),
     "a configuration": (lambda: specgraph.compile_speculative(shared_model("llama"), "mien.yaml"),
