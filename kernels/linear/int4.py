@@ -21,10 +21,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from specgraph.kernels.checks import check_shapes, require
-from specgraph.kernels.linear.linear import Linear, linear_triton
+from specgraph.kernels.linear.linear import Linear, linear_reference, linear_triton
 from specgraph.kernels.ops import declare, not_float64, triton_or_reference
 
 PER_WORD = 8
@@ -85,9 +84,7 @@ def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def int4_linear_reference(given: Int4Linear) -> Tensor:
     """:class:`Int4Linear` in plain PyTorch."""
     exact = torch.promote_types(given.x.dtype, torch.float32)
-    weight = dequantise(given.packed, given.scale, exact)
-    bias = None if given.bias is None else given.bias.to(exact)
-    return functional.linear(given.x.to(exact), weight, bias).to(given.x.dtype)
+    return linear_reference(Linear(given.x, dequantise(given.packed, given.scale, exact), given.bias))
 
 
 def int4_linear_triton(given: Int4Linear) -> Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specgraph.errors import UnsupportedModelError
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
-_WEIGHTS = {"num_bits": (4,), "type": ("int",), "symmetric": (True,), "strategy": ("group",)}
-"""What each property of the weights may be."""
+_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+"""What each property of the weights has to be."""
 _NONE = ("input_activations", "output_activations")
 """What would be quantised beside weights."""
 
@@ -31,7 +31,7 @@ class Layout:
 
     def stated(self) -> dict[str, Any]:
         """What ``config.json`` has as ``quantization_config``."""
-        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self.group_size}
+        weights = {**_WEIGHTS, "group_size": self.group_size}
         group = {
             "targets": [*self.targets], "weights": {**weights, "dynamic": False}, **dict.fromkeys(_NONE),
             "format": FORMAT,
@@ -48,9 +48,9 @@ def read_layout(stated: Mapping[str, Any]) -> Layout:
     Raises:
         UnsupportedModelError: it states something else than weights of four bits in groups, or several groups.
     """
-    _check("quant_method", stated.get("quant_method"), (METHOD,))
-    _check("format", stated.get("format"), (FORMAT,))
-    _check("kv_cache_scheme", stated.get("kv_cache_scheme"), (None,))
+    _check("quant_method", stated.get("quant_method"), METHOD)
+    _check("format", stated.get("format"), FORMAT)
+    _check("kv_cache_scheme", stated.get("kv_cache_scheme"), None)
     groups = stated.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         count = len(groups) if isinstance(groups, Mapping) else "no"
@@ -59,9 +59,9 @@ def read_layout(stated: Mapping[str, Any]) -> Layout:
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         raise UnsupportedModelError(f"{name} of quantization_config has no weights; it must say how those are stored.")
     weights = group["weights"]
-    _check(f"{name}.format", group.get("format") or FORMAT, (FORMAT,))
+    _check(f"{name}.format", group.get("format") or FORMAT, FORMAT)
     for key in _NONE:
-        _check(f"{name}.{key}", group.get(key), (None,))
+        _check(f"{name}.{key}", group.get(key), None)
     for key, allowed in _WEIGHTS.items():
         _check(f"{name}.weights.{key}", weights.get(key), allowed)
     size = weights.get("group_size")
@@ -72,8 +72,6 @@ def read_layout(stated: Mapping[str, Any]) -> Layout:
     return Layout(size, tuple(group.get("targets") or ()), tuple(stated.get("ignore") or ()))
 
 
-def _check(name: str, found: object, allowed: Sequence[object]) -> None:
-    if found not in allowed:
-        raise UnsupportedModelError(
-            f"{name} of quantization_config is {found!r}; allowed is {' or '.join(map(repr, allowed))}."
-        )
+def _check(name: str, found: object, allowed: object) -> None:
+    if found != allowed:
+        raise UnsupportedModelError(f"{name} of quantization_config is {found!r}; allowed is {allowed!r}.")

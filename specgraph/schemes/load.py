@@ -166,18 +166,18 @@ def _fill(model: PreTrainedModel, files: Files, aliases: Mapping[str, str], devi
             _check_alias(name, aliases[name], files)
             continue
         value = files.tensors[name].read()
-        _, _, leaf = name.rpartition(".")
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
         if leaf == "weight_shape":
-            _check_stated_shape(name, value, model.get_submodule(name.removesuffix(".weight_shape")))
+            _check_stated_shape(name, value, owner)
         if leaf == "weight_scale":
             _check_scales(name, value, files.tensors[name].file)
         if leaf not in PARTS and value.is_floating_point():
             value = value.to(torch.float32 if any(p.search(name) for p in single) else empty.dtype)
         # A mapped file aligns no tensor, and operands that are not aligned may be rounded in another way.
         value = value.to(device, copy=True).contiguous()
-        owner, _, leaf = name.rpartition(".")
         is_parameter = isinstance(empty, nn.Parameter)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False) if is_parameter else value)
+        setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if is_parameter else value)
 
 
 def _patterns_of_float32(model: PreTrainedModel) -> list[re.Pattern[str]]:

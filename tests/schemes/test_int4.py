@@ -26,6 +26,7 @@ from specgraph.kernels.linear.int4 import dequantise, unpack
 from specgraph.schemes.int4 import Int4Linear, quantise_weight
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
 from tests.ir.test_linear import up_to_end
+from tests.kernels.linear.test_int4 import FAULTS
 from tests.models import make_head, make_model, ragged_prompts
 from tests.pairwise import cover, product
 
@@ -96,13 +97,6 @@ def test_the_model_itself_computes_the_same() -> None:
     model, prompt = quantised("qwen2"), ragged_prompts()[1][None]  # with biases
     with torch.no_grad():
         torch.testing.assert_close(model(prompt).logits, oracle(model)(prompt).logits, rtol=1e-12, atol=1e-12)
-
-
-FAULTS = {
-    "swapped nibbles": lambda packed, scale: (((packed & 0x0F0F0F0F) << 4) | ((packed >> 4) & 0x0F0F0F0F), scale),
-    "the neighbouring group's scale": lambda packed, scale: (packed, scale.roll(1, 1)),
-    "offset forgotten": lambda packed, scale: (packed ^ -0x77777778, scale),  # as if two's complement were stored
-}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

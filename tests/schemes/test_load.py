@@ -24,6 +24,7 @@ from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.schemes import load as load_module
 from specgraph.schemes.int4 import Int4Linear
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
+from tests.kernels.linear.test_int4 import FAULTS
 from tests.models import make_model, ragged_prompts, saved
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
@@ -157,17 +158,11 @@ def test_transformers_with_compressed_tensors_loads_the_same_model(tmp_path: Pat
         torch.testing.assert_close(model(prompt).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fault", ["swapped nibbles", "the neighbouring group's scale", "offset forgotten"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_compressed_tensors_sees_a_wrong_layout(fault: str, tmp_path: Path) -> None:
     def change(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
-        packed, scale = (tensors[f"{PROJECTION}.{part}"] for part in ("weight_packed", "weight_scale"))
-        if fault == "swapped nibbles":
-            packed = ((packed & 0x0F0F0F0F) << 4) | ((packed >> 4) & 0x0F0F0F0F)
-        elif fault == "offset forgotten":
-            packed = packed ^ -0x77777778
-        else:
-            scale = scale.roll(1, 1)
-        tensors |= {f"{PROJECTION}.weight_packed": packed, f"{PROJECTION}.weight_scale": scale}
+        names = [f"{PROJECTION}.{part}" for part in ("weight_packed", "weight_scale")]
+        tensors |= dict(zip(names, FAULTS[fault](*(tensors[name] for name in names)), strict=True))
 
     model, prompt = quantised(), ragged_prompts()[1][None]
     theirs: Any = AutoModelForCausalLM.from_pretrained(changed(model, tmp_path, change))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,12 +101,12 @@ def test_the_scale_says_how_large_a_group_is(groups: int) -> None:
     assert torch.equal(dequantise(pack(values), scale, torch.float64), expected)
 
 
-FAULTS = {
+FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "swapped nibbles": lambda packed, scale: (((packed & 0x0F0F0F0F) << 4) | ((packed >> 4) & 0x0F0F0F0F), scale),
     "the neighbouring group's scale": lambda packed, scale: (packed, scale.roll(1, 1)),
     "offset forgotten": lambda packed, scale: (packed ^ -0x77777778, scale),  # as if two's complement were stored
-    "bytes reversed": lambda packed, scale: (packed.contiguous().view(torch.uint8).view(OUTER, -1, 4).flip(-1)
-                                             .contiguous().view(torch.int32).view(OUTER, -1), scale),
+    "bytes reversed": lambda packed, scale: (packed.view(torch.uint8).unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
+                                             .view(torch.int32), scale),
 }  # fmt: skip
 
 
