@@ -15,6 +15,8 @@ import specgraph.kernels.linear.head_norms
 import specgraph.kernels.linear.int4
 import specgraph.kernels.linear.linear
 import specgraph.kernels.linear.norm
+import specgraph.kernels.packed.experts
+import specgraph.kernels.packed.linear
 import specgraph.kernels.pointwise.pointwise
 import specgraph.kernels.processors
 import specgraph.kernels.recurrent.conv

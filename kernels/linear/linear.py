@@ -226,7 +226,7 @@ def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
     return out.new_empty(out.shape), sum_sq
 
 
-def _linear_fake(given: Linear | LinearNorm) -> Tensor:
+def linear_fake(given: Linear | LinearNorm) -> Tensor:
     x, weight, residual, sum_sq = given.x, given.weight, given.residual, given.sum_sq
     activation = given.activation
     require(activation in ACTIVATIONS, lambda: f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
@@ -253,18 +253,18 @@ def _norm_parts_fake(given: NormParts) -> tuple[Tensor, Tensor]:
     return _empty_parts(given.x)
 
 
-def _linear_norm_fake(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
-    out = _linear_fake(given)
+def linear_norm_fake(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
+    out = linear_fake(given)
     return (out, *_norm_parts_fake(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
 HOPPER = Variant("hopper", linear_hopper, batch_invariant=True, covers=_hopper_covers)
 LINEAR = declare(
-    "linear", Linear, _linear_fake,
+    "linear", Linear, linear_fake,
     (HOPPER, *triton_or_reference(linear_triton, linear_reference, covers=not_float64("x"))),
 )
 LINEAR_NORM = declare(
-    "linear_norm", LinearNorm, _linear_norm_fake,
+    "linear_norm", LinearNorm, linear_norm_fake,
     (HOPPER, *triton_or_reference(linear_triton, linear_norm_reference, covers=not_float64("x"))),
 )
 NORM_PARTS = declare(

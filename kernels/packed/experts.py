@@ -1,0 +1,81 @@
+"""``specgraph::packed_expert_linear``: a linear layer for mixtures of experts, with weights in few bits.
+
+It computes ``y[s] = weight[e] @ x[s] + bias[e]`` with ``e = expert_ids[s]``, as ``specgraph::expert_linear`` does, for
+a stack of weights in a format (:mod:`specgraph.kernels.packed.format`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.checks import check_shapes, require
+from specgraph.kernels.linear.experts import ExpertLinear, expert_linear_triton
+from specgraph.kernels.linear.linear import Linear, linear_reference
+from specgraph.kernels.ops import declare, not_float64, triton_or_reference
+from specgraph.kernels.packed.formats import format_of
+
+
+@dataclass(slots=True)
+class PackedExpertLinear:
+    """``y[s] = weight[expert_ids[s]] @ x[s] + bias[expert_ids[s]]``, ``[S, O]`` in the dtype of ``x``.
+
+    Products and sums are float32, or float64 for float64, and rounded once.
+
+    Attributes:
+        x: ``[S, I]``.
+        weight: the tensors of a stack ``[E, O, I]`` in a format, numbers first.
+        bias: ``[E, O]`` or None.
+        expert_ids: int64 ``[S]`` in ``[0, E)``.
+        format: a name in :data:`~specgraph.kernels.packed.formats.FORMATS`.
+    """
+
+    x: Tensor
+    weight: list[Tensor]
+    bias: Tensor | None
+    expert_ids: Tensor
+    _: KW_ONLY
+    format: str
+
+
+def packed_expert_linear_reference(given: PackedExpertLinear) -> Tensor:
+    """:class:`PackedExpertLinear` in plain PyTorch."""
+    form, x, ids = format_of(given.format), given.x, given.expert_ids
+    exact = torch.promote_types(x.dtype, torch.float32)
+    rows = form.quantise_rows(x).to(exact)
+    out = x.new_empty(x.shape[0], given.weight[0].shape[1])
+    for expert in sorted(set(ids.tolist())):
+        chosen = ids == expert
+        weight = form.dequantise([part[expert] for part in given.weight], exact)
+        bias = None if given.bias is None else given.bias[expert]
+        out[chosen] = linear_reference(Linear(rows[chosen], weight, bias)).to(x.dtype)
+    return out
+
+
+def packed_expert_linear_triton(given: PackedExpertLinear) -> Tensor:
+    """:class:`PackedExpertLinear` by the kernel of ``specgraph::expert_linear`` in float32."""
+    form = format_of(given.format)
+    rows, weight = form.quantise_rows(given.x).float(), form.dequantise(given.weight, torch.float32)
+    bias = None if given.bias is None else given.bias.float()
+    return expert_linear_triton(ExpertLinear(rows, weight, bias, given.expert_ids)).to(given.x.dtype)
+
+
+def _packed_expert_linear_fake(given: PackedExpertLinear) -> Tensor:
+    form, x = format_of(given.format), given.x
+    check_shapes(given, x="S I", expert_ids="S")
+    outputs, inputs = form.check(given.weight)
+    numbers, bias = given.weight[0], given.bias
+    require(numbers.dim() == 3, lambda: f"numbers are {list(numbers.shape)}; they must be a stack of matrices")
+    require(x.shape[-1] == inputs, lambda: f"x has {x.shape[-1]} inputs, and the weight {inputs}: they must agree")
+    if bias is not None:
+        wanted = numbers.shape[0], outputs
+        require(tuple(bias.shape) == wanted, lambda: f"bias is {list(bias.shape)}; it must be {list(wanted)}")
+    return x.new_empty(x.shape[0], outputs)
+
+
+PACKED_EXPERT_LINEAR = declare(
+    "packed_expert_linear", PackedExpertLinear, _packed_expert_linear_fake,
+    triton_or_reference(packed_expert_linear_triton, packed_expert_linear_reference, covers=not_float64("x")),
+)

@@ -1,0 +1,120 @@
+"""How a weight is stored in few bits: numbers, and scales that some of the numbers have in common.
+
+An entry of the weight ``[O, I]`` is ``number[o, i] * scale[o // R, i // C]``, where ``R`` outputs and ``C`` inputs have
+one scale. Every format says how numbers and scales are stored, and the ops ``specgraph::packed_linear`` and
+``specgraph::packed_expert_linear`` compute with all of them. Tensors have the shapes, the dtypes and the order of
+the published layout, so that they are taken from files as they are.
+
+A stack of weights has a dimension for its experts in front of all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+
+
+class Format:
+    """How a weight is stored. A format is a file with a subclass and one object of it, which ``formats.py`` lists.
+
+    Attributes:
+        name: what the argument ``format`` of the ops is.
+        parts: the names of its tensors in the module of a linear layer, numbers first, as the published layout has
+            them.
+        stack_parts: what follows the name of a stack of experts in the names of its tensors.
+        stored: the dtype of the stored numbers.
+        per_element: how many numbers an element of that dtype holds.
+        scale_dtypes: the dtypes that scales may have.
+        quantises_rows: whether rows of activations are quantised, too, by :meth:`quantise_rows`.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    stack_parts: tuple[str, ...]
+    stored: torch.dtype
+    per_element: int = 1
+    scale_dtypes: tuple[torch.dtype, ...]
+    quantises_rows: bool = False
+
+    def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers ``[..., O, I]`` that are stored as ``[..., O, I / per_element]``, in a floating ``dtype``."""
+        raise NotImplementedError
+
+    def scales(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values of stored scales, in a floating ``dtype``."""
+        return scale.to(dtype)
+
+    def block(self, inputs: int, scale: Tensor) -> tuple[int, int]:
+        """How many outputs and how many inputs have one scale: a row of a group of inputs, unless overridden."""
+        return 1, inputs // scale.shape[-1]
+
+    def check_scale(self, outputs: int, inputs: int, scale: Tensor) -> None:
+        """Raise ValueError unless ``scale`` has the shape that a weight ``[outputs, inputs]`` needs."""
+        groups = scale.shape[-1]
+        require(scale.shape[-2] == outputs, lambda: f"scale is {list(scale.shape)}; it must have {outputs} rows")
+        require(
+            groups > 0 and inputs % groups == 0,
+            lambda: f"scale has {groups} groups for {inputs} inputs; the number of groups must divide that of inputs",
+        )
+
+    def check(self, weight: Sequence[Tensor]) -> tuple[int, int]:
+        """The numbers of outputs and of inputs of a weight.
+
+        Raises:
+            ValueError: the tensors are not those of this format, or do not belong together.
+        """
+        require(
+            len(weight) == len(self.parts),
+            lambda: f"{self.name} weights have {len(self.parts)} tensors, {', '.join(self.parts)}, not {len(weight)}",
+        )
+        stored, scale = weight[:2]
+        require(
+            stored.dtype == self.stored,
+            lambda: f"the numbers of a weight in {self.name} are {stored.dtype}; they must be {self.stored}",
+        )
+        require(
+            scale.dtype in self.scale_dtypes,
+            lambda: f"scale is {scale.dtype}; it must be one of {', '.join(map(str, self.scale_dtypes))}",
+        )
+        require(
+            stored.dim() >= 2 and scale.shape[:-2] == stored.shape[:-2] and scale.dim() == stored.dim(),
+            lambda: f"numbers are {list(stored.shape)} and scales {list(scale.shape)}: they must agree in front",
+        )
+        outputs, inputs = stored.shape[-2], stored.shape[-1] * self.per_element
+        self.check_scale(outputs, inputs, scale)
+        return outputs, inputs
+
+    def dequantise(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The weight ``[..., O, I]``, with the products of numbers and scales in ``dtype``."""
+        numbers, scale = self.numbers(weight[0], dtype), self.scales(weight[1], dtype)
+        outputs, inputs = self.block(numbers.shape[-1], weight[1])
+        if outputs > 1:
+            scale = scale.repeat_interleave(outputs, -2)[..., : numbers.shape[-2], :]
+        if inputs > 1:
+            scale = scale.repeat_interleave(inputs, -1)[..., : numbers.shape[-1]]
+        return numbers * scale
+
+    def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
+        """Round a weight ``[..., O, I]`` to the nearest that the format can hold: the tensors of :attr:`parts`."""
+        raise NotImplementedError
+
+    def quantise_rows(self, x: Tensor) -> Tensor:
+        """Rows ``[..., I]`` as the format quantises activations, in the dtype of ``x`` promoted to float32 at least."""
+        return x
+
+
+def nibbles(words: Tensor) -> Tensor:
+    """The numbers of four bits, 0 to 15, of int32 ``[..., W]``, lowest bits first: int32 ``[..., 8 * W]``."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts) & 15).flatten(-2)
+
+
+def join_nibbles(codes: Tensor) -> Tensor:
+    """The inverse of :func:`nibbles`, for integers of any dtype from 0 to 15."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+    words = codes.to(torch.int32).unflatten(-1, (-1, 8)) << shifts
+    return words.sum(-1, dtype=torch.int32)  # no two of them have a bit in common, so that the sum joins them

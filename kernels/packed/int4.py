@@ -1,0 +1,54 @@
+"""Symmetric integers of four bits with a scale for each group of inputs.
+
+The layout is the one that the package compressed-tensors calls ``pack-quantized``: to each number from -8 to 7 8 is
+added, and eight numbers of neighbouring inputs stand in one int32, the first of them in its lowest four bits.
+``scale`` is ``[O, I / G]``, which also says how large a group is. Activations are not quantised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.packed.format import Format, join_nibbles, nibbles
+
+OFFSET = 8
+"""What is added to a number from -8 to 7 before it is stored."""
+HALF_RANGE = 7.5
+"""Half of the distance from -8 to 7. The entry of a group that is the largest in magnitude is divided into so many."""
+
+
+class Int4(Format):
+    """Symmetric integers of four bits in groups."""
+
+    name = "int4"
+    parts = ("weight_packed", "weight_scale")
+    stack_parts = ("_packed", "_scale")
+    stored = torch.int32
+    per_element = 8
+    scale_dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    """The last one is that of a model which was cast to check it."""
+
+    def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Integers from -8 to 7."""
+        return (nibbles(stored) - OFFSET).to(dtype)
+
+    def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
+        """Round a weight ``[..., O, I]``, by groups of 128 inputs unless told.
+
+        The scale of a group is its largest magnitude divided by 7.5, as compressed-tensors has it for symmetric
+        integers of four bits, in the dtype of the weight (float32 for float64). A group of zeros gets the epsilon of
+        that dtype. Numbers are rounded half to even and clamped to -8 to 7, so no entry is further from its number than
+        half a scale, but for the rounding of the scale itself. All this is computed in float32 (float64 for float64),
+        where compressed-tensors takes the dtype of the weight; for weights in float32 both give the same bits.
+        """
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        kept = torch.float32 if weight.dtype == torch.float64 else weight.dtype
+        groups = weight.to(exact).unflatten(-1, (-1, group_size or 128))
+        scale = (groups.abs().amax(-1) / HALF_RANGE).to(kept)
+        scale = torch.where(scale == 0, torch.finfo(kept).eps, scale)
+        values = (groups / scale.to(exact)[..., None]).round().clamp(-8, 7)
+        return join_nibbles(values.flatten(-2).to(torch.int32) + OFFSET), scale
+
+
+INT4 = Int4()

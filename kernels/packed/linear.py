@@ -1,0 +1,154 @@
+"""``specgraph::packed_linear``: a linear layer whose weight is stored in few bits.
+
+It computes what :mod:`specgraph.kernels.linear.linear` computes, ``activation(x @ weight.T * scale + bias) +
+residual``, in float32 (float64 for float64) and rounded once to the dtype of ``x``, for a weight in a format
+(:mod:`specgraph.kernels.packed.format`). The weight is not rounded to that dtype before it is multiplied: numbers and
+scales are taken as they are stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+from specgraph.kernels.linear.linear import (
+    Linear,
+    LinearNorm,
+    NormParts,
+    linear_fake,
+    linear_norm_fake,
+    linear_reference,
+    linear_triton,
+    norm_parts_reference,
+    norm_parts_triton,
+)
+from specgraph.kernels.ops import declare, not_float64, triton_or_reference
+from specgraph.kernels.packed.formats import format_of
+
+
+@dataclass(slots=True)
+class PackedLinear:
+    """``activation(x @ weight.T * scale + bias) + residual``, in float32 (float64 for float64), rounded once.
+
+    The result is ``[..., O]`` in the dtype of ``x``. Arguments that are not named here are those of
+    :class:`~specgraph.kernels.linear.linear.Linear`.
+
+    Attributes:
+        x: ``[..., I]``.
+        weight: the tensors of a weight ``[O, I]`` in a format, numbers first.
+        format: a name in :data:`~specgraph.kernels.packed.formats.FORMATS`.
+    """
+
+    x: Tensor
+    weight: list[Tensor]
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    sum_sq: Tensor | None = None
+    _: KW_ONLY
+    format: str
+    norm_eps: float = 0.0
+    activation: str = "none"
+    constant_weight: bool = True
+
+    def dense(self, weight: Tensor) -> Linear:
+        """The same with a dense weight."""
+        return Linear(
+            self.x, weight, self.bias, self.residual, self.sum_sq, norm_eps=self.norm_eps, activation=self.activation,
+            constant_weight=False,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class PackedLinearNorm:
+    """:class:`PackedLinear`, then :class:`~specgraph.kernels.linear.linear.NormParts` of its result:
+    ``(out, weighted, sum_sq)``.
+    """
+
+    x: Tensor
+    weight: list[Tensor]
+    norm_weight: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    sum_sq: Tensor | None = None
+    _: KW_ONLY
+    format: str
+    norm_eps: float = 0.0
+    norm_offset: float = 0.0
+    activation: str = "none"
+    constant_weight: bool = True
+
+    def dense(self, weight: Tensor) -> LinearNorm:
+        """The same with a dense weight."""
+        return LinearNorm(
+            self.x, weight, self.norm_weight, self.bias, self.residual, self.sum_sq, norm_eps=self.norm_eps,
+            norm_offset=self.norm_offset, activation=self.activation, constant_weight=False,
+        )  # fmt: skip
+
+
+def packed_linear_reference(given: PackedLinear | PackedLinearNorm) -> Tensor:
+    """:class:`PackedLinear` in plain PyTorch."""
+    return linear_reference(_exact(given)).to(given.x.dtype)
+
+
+def packed_linear_norm_reference(given: PackedLinearNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """:class:`PackedLinearNorm` in plain PyTorch."""
+    out = packed_linear_reference(given)
+    return (out, *norm_parts_reference(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
+
+
+def packed_linear_triton(given: PackedLinear | PackedLinearNorm) -> Tensor:
+    """:class:`PackedLinear` by the kernel of ``specgraph::linear`` in float32."""
+    return linear_triton(_exact(given)).to(given.x.dtype)  # type: ignore[no-any-return]
+
+
+def packed_linear_norm_triton(given: PackedLinearNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """:class:`PackedLinearNorm` by the kernels of ``specgraph::linear`` and ``specgraph::norm_parts``."""
+    out = packed_linear_triton(given)
+    return (out, *norm_parts_triton(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
+
+
+def _exact(given: PackedLinear | PackedLinearNorm) -> Linear:
+    """The product with the dequantised weight, in float32 or float64."""
+    form = format_of(given.format)
+    exact = torch.promote_types(given.x.dtype, torch.float32)
+    bias, residual = (None if part is None else part.to(exact) for part in (given.bias, given.residual))
+    x = form.quantise_rows(given.x).to(exact)
+    return Linear(
+        x, form.dequantise(given.weight, exact), bias, residual, given.sum_sq, norm_eps=given.norm_eps,
+        activation=given.activation, constant_weight=False,
+    )  # fmt: skip
+
+
+def _fake_dense(given: PackedLinear | PackedLinearNorm) -> Tensor:
+    form, x = format_of(given.format), given.x
+    require(x.dtype.is_floating_point, lambda: f"x is {x.dtype}; it must be of floating point")
+    outputs, inputs = form.check(given.weight)
+    require(given.weight[0].dim() == 2, lambda: f"numbers are {list(given.weight[0].shape)}; they must be a matrix")
+    require(x.shape[-1] == inputs, lambda: f"x has {x.shape[-1]} inputs, and the weight {inputs}: they must agree")
+    require(
+        not form.quantises_rows or given.sum_sq is None,
+        lambda: f"{form.name} quantises rows, whose norm has to be complete: sum_sq must be None",
+    )
+    return x.new_empty(outputs, inputs)
+
+
+def _packed_linear_fake(given: PackedLinear) -> Tensor:
+    return linear_fake(given.dense(_fake_dense(given)))
+
+
+def _packed_linear_norm_fake(given: PackedLinearNorm) -> tuple[Tensor, Tensor, Tensor]:
+    return linear_norm_fake(given.dense(_fake_dense(given)))
+
+
+PACKED_LINEAR = declare(
+    "packed_linear", PackedLinear, _packed_linear_fake,
+    triton_or_reference(packed_linear_triton, packed_linear_reference, covers=not_float64("x")),
+)
+PACKED_LINEAR_NORM = declare(
+    "packed_linear_norm", PackedLinearNorm, _packed_linear_norm_fake,
+    triton_or_reference(packed_linear_norm_triton, packed_linear_norm_reference, covers=not_float64("x")),
+)
+packed_linear = PACKED_LINEAR.function

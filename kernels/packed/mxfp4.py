@@ -1,0 +1,79 @@
+"""Floating-point numbers of four bits with a scale that is a power of two for each group of 32 inputs.
+
+A number is e2m1: a sign, two bits of exponent and one of mantissa, so 0, 0.5, 1, 1.5, 2, 3, 4 or 6. Two numbers of
+neighbouring inputs stand in one byte, the first of them in its lower half. A scale is a byte ``e`` and means
+``2 ** (e - 127)``. Source: OCP Microscaling Formats, version 1.0; the layout is that of gpt-oss, ``*_blocks``
+``[..., O, I / 32, 16]`` and ``*_scales`` ``[..., O, I / 32]``. Here blocks are the same bytes, seen as int32
+``[..., O, I / 8]``. Activations are not quantised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+from specgraph.kernels.packed.format import Format, join_nibbles, nibbles
+
+GROUP = 32
+"""How many inputs have one scale."""
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of the lowest three bits. The fourth is the sign."""
+BIAS = 127
+LARGEST_EXPONENT = 2
+"""That of 4 and 6, the largest magnitudes."""
+
+
+class Mxfp4(Format):
+    """Numbers e2m1 and scales e8m0."""
+
+    name = "mxfp4"
+    parts = ("weight_blocks", "weight_scales")
+    stack_parts = ("_blocks", "_scales")
+    stored = torch.int32
+    per_element = 8
+    scale_dtypes = (torch.uint8,)
+
+    def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Multiples of a half, from -6 to 6."""
+        values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype, device=stored.device)
+        return values[nibbles(stored).long()]
+
+    def scales(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Powers of two."""
+        return torch.ldexp(torch.ones_like(scale, dtype=dtype), scale.to(torch.int32) - BIAS)
+
+    def check_scale(self, outputs: int, inputs: int, scale: Tensor) -> None:
+        """A scale for each output and each 32 inputs."""
+        wanted = outputs, inputs // GROUP
+        require(
+            inputs % GROUP == 0 and tuple(scale.shape[-2:]) == wanted,
+            lambda: f"scale is {list(scale.shape)}; for [{outputs}, {inputs}] it must be {list(wanted)}",
+        )
+
+    def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
+        """Round a weight ``[..., O, I]`` to the nearest.
+
+        The exponent of a scale is that of the largest magnitude of its group less 2, that of the largest number, as
+        the specification of the formats has it; magnitudes above 6 times the scale become 6 times the scale. Numbers
+        halfway between two become the one whose mantissa is even.
+        """
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        groups = weight.to(exact).unflatten(-1, (-1, GROUP))
+        _, exponent = torch.frexp(groups.abs().amax(-1))  # magnitudes are in [0.5, 1) times 2 ** exponent
+        scale = (exponent - 1 - LARGEST_EXPONENT + BIAS).clamp(0, 254).to(torch.uint8)
+        scaled = groups / self.scales(scale, exact)[..., None]
+        return join_nibbles(_round(scaled).flatten(-2)), scale
+
+
+def _round(values: Tensor) -> Tensor:
+    """The codes of the numbers nearest to ``values``."""
+    # Between two codes c and c + 1 lies the midpoint c of this list. One that is exactly there takes the even code.
+    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=values.dtype, device=values.device)
+    magnitude = values.abs().contiguous()
+    above = torch.bucketize(magnitude, midpoints)  # as many midpoints are below it
+    at_odd = torch.isin(magnitude, midpoints[1::2])
+    return (above + at_odd) + 8 * torch.signbit(values)
+
+
+MXFP4 = Mxfp4()
