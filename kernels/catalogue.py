@@ -12,7 +12,6 @@ import specgraph.kernels.linear.embedding
 import specgraph.kernels.linear.experts
 import specgraph.kernels.linear.gated_norm
 import specgraph.kernels.linear.head_norms
-import specgraph.kernels.linear.int4
 import specgraph.kernels.linear.linear
 import specgraph.kernels.linear.norm
 import specgraph.kernels.packed.experts

@@ -188,8 +188,9 @@ def _lower_linears(name: str, graph: fx.Graph, chosen: Counter[str]) -> list[Nea
         parts = [part for part in taken if part]
         if any(weight_name(tensor) is None for tensor in linear.weight):  # computed in the step, such as a cast one
             joined.options["constant_weight"] = False
-        given = (joined.x, *linear.weight, linear.bias, joined.residual, joined.sum_sq)
-        replace_by(joined.end, linear.scheme.lowered, given, joined.options, "linear")
+        weight = linear.scheme.operands(linear.weight)
+        given = (joined.x, *weight, linear.bias, joined.residual, joined.sum_sq)
+        replace_by(joined.end, linear.scheme.lowered, given, {**linear.scheme.options, **joined.options}, "linear")
         chosen[" + ".join(["linear", *parts])] += 1
     return stay
 
@@ -211,7 +212,9 @@ def _take_norm(linear: _Joined, parts: dict[fx.Node, tuple[fx.Node, fx.Node]]) -
 
 def _scales(linear: Linear | None, norm: fx.Node) -> bool:
     """Whether a reader of a norm is a linear layer of its result, whose op can take the scale in."""
-    if linear is None or linear.expert_ids is not None or linear.scheme.lowered is None:
+    if linear is None or linear.expert_ids is not None:
+        return False
+    if linear.scheme.lowered is None or not linear.scheme.takes_norm:
         return False
     return linear.x is norm and norm not in linear.constants
 
@@ -232,7 +235,7 @@ def _join_norms(graph: fx.Graph, chosen: Counter[str]) -> None:
             chosen["norm apart"] += 1
             continue
         behind = (linear.bias, linear.epilogue["residual"], linear.epilogue["sum_sq"])
-        given = (linear.x, *linear.weight, insert_weight(x, weight), *behind)
+        given = (linear.x, *linear.scheme.operands(linear.weight), insert_weight(x, weight), *behind)
         joined = insert(x, linear.scheme.with_norm, given, {**x.kwargs, **parts.kwargs}, "linear_norm")
         out, weighted, sum_sq = items(x, joined, 3)
         replace(x, out)

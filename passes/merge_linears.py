@@ -114,7 +114,7 @@ def _parts(module: fx.GraphModule, group: list[Linear], placed: set[int]) -> lis
 def _refusal(module: fx.GraphModule, group: list[Linear], readers: dict[int, list[object]]) -> str | None:
     """The reason why the linear layers of ``group``, which are of one scheme, cannot be merged; None if they can."""
     scheme = group[0].scheme
-    reason = scheme.why_not_merged([linear.tensors(module)[: len(scheme.weight)] for linear in group])
+    reason = scheme.why_not_merged([linear.tensors(module)[: len(linear.weight)] for linear in group])
     if reason is not None:
         return reason
     if len({linear.bias is None for linear in group}) > 1:
@@ -132,7 +132,9 @@ def _merge(module: fx.GraphModule, group: list[Linear]) -> None:
     sizes = [linear.tensors(module)[0].shape[0] for linear in group]
     with module.graph.inserting_before(first):
         constants = [_merged_attribute(module, [str(node.target) for node in kind]) for kind in kinds]
-    merged = insert(first, group[0].scheme.traced, (group[0].x, *constants), name="merged")
+    scheme, count = group[0].scheme, len(group[0].weight)
+    operands = (group[0].x, *scheme.operands(constants[:count]), *constants[count:])
+    merged = insert(first, scheme.traced, operands, dict(scheme.options), name="merged")
     value = value_of(first)
     if value is not None:
         merged.meta["val"] = value.new_empty(*value.shape[:-1], sum(sizes))

@@ -25,6 +25,7 @@ class Format:
         name: what the argument ``format`` of the ops is.
         parts: the names of its tensors in the module of a linear layer, numbers first, as the published layout has
             them.
+        beside: the names of other tensors that such a module has, and that no product needs.
         stack_parts: what follows the name of a stack of experts in the names of its tensors.
         stored: the dtype of the stored numbers.
         per_element: how many numbers an element of that dtype holds.
@@ -34,6 +35,7 @@ class Format:
 
     name: str
     parts: tuple[str, ...]
+    beside: tuple[str, ...] = ()
     stack_parts: tuple[str, ...]
     stored: torch.dtype
     per_element: int = 1
@@ -98,6 +100,20 @@ class Format:
             scale = scale.repeat_interleave(inputs, -1)[..., : numbers.shape[-1]]
         return numbers * scale
 
+    def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
+        """Why a weight ``[outputs, inputs]`` cannot be stored, with so many inputs in a group; None if it can."""
+        return None
+
+    def shapes(
+        self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
+    ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """The shapes and dtypes of the tensors of a weight ``[outputs, inputs]`` that had the ``dtype``."""
+        raise NotImplementedError
+
+    def stacked_shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that files give the stored numbers of a stack, which have the shape ``numbers`` here."""
+        return numbers
+
     def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
         """Round a weight ``[..., O, I]`` to the nearest that the format can hold: the tensors of :attr:`parts`."""
         raise NotImplementedError
@@ -108,13 +124,19 @@ class Format:
 
 
 def nibbles(words: Tensor) -> Tensor:
-    """The numbers of four bits, 0 to 15, of int32 ``[..., W]``, lowest bits first: int32 ``[..., 8 * W]``."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return ((words[..., None] >> shifts) & 15).flatten(-2)
+    """The numbers of four bits, 0 to 15, of int32 or uint8 ``[..., W]``: ``[..., 8 * W]`` or ``[..., 2 * W]``.
+
+    The first of a word is in its lowest bits.
+    """
+    return ((words[..., None] >> _shifts(words.dtype, words.device)) & 15).flatten(-2)
 
 
-def join_nibbles(codes: Tensor) -> Tensor:
-    """The inverse of :func:`nibbles`, for integers of any dtype from 0 to 15."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
-    words = codes.to(torch.int32).unflatten(-1, (-1, 8)) << shifts
-    return words.sum(-1, dtype=torch.int32)  # no two of them have a bit in common, so that the sum joins them
+def join_nibbles(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`nibbles`: integers from 0 to 15 in int32 or uint8."""
+    shifts = _shifts(dtype, codes.device)
+    words = codes.to(dtype).unflatten(-1, (-1, len(shifts))) << shifts
+    return words.sum(-1, dtype=dtype)  # no two of them have a bit in common, so that the sum joins them
+
+
+def _shifts(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(0, 8 * dtype.itemsize, 4, dtype=dtype, device=device)

@@ -47,6 +47,17 @@ class Fp8Blocks(Format):
             lambda: f"scale is {list(scale.shape)}; for [{outputs}, {inputs}] it must be {list(wanted)}",
         )
 
+    def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
+        """Every weight can be stored."""
+        return None if group_size is None else f"fp8 has blocks of {BLOCK} x {BLOCK}, and no groups of {group_size}"
+
+    def shapes(
+        self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
+    ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Numbers, and scales in float32."""
+        scales = -(-outputs // BLOCK), -(-inputs // BLOCK)
+        return ((outputs, inputs), torch.float8_e4m3fn), (scales, torch.float32)
+
     def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
         """Round a weight ``[..., O, I]`` to the nearest: a block's largest magnitude becomes 448.
 

@@ -14,6 +14,8 @@ from specgraph.kernels.packed.format import Format, join_nibbles, nibbles
 
 OFFSET = 8
 """What is added to a number from -8 to 7 before it is stored."""
+GROUP = 128
+"""How many inputs have one scale unless it is said."""
 HALF_RANGE = 7.5
 """Half of the distance from -8 to 7. The entry of a group that is the largest in magnitude is divided into so many."""
 
@@ -23,6 +25,7 @@ class Int4(Format):
 
     name = "int4"
     parts = ("weight_packed", "weight_scale")
+    beside = ("weight_shape",)
     stack_parts = ("_packed", "_scale")
     stored = torch.int32
     per_element = 8
@@ -32,6 +35,20 @@ class Int4(Format):
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Integers from -8 to 7."""
         return (nibbles(stored) - OFFSET).to(dtype)
+
+    def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
+        """Words and groups have to be full."""
+        size = group_size or GROUP
+        if size < 1 or inputs % self.per_element or inputs % size:
+            return f"its {inputs} inputs are no multiple of {self.per_element} and of the group size, {size}"
+        return None
+
+    def shapes(
+        self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
+    ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Words, and scales in the dtype of the weight."""
+        words = (outputs, inputs // self.per_element), self.stored
+        return words, ((outputs, inputs // (group_size or GROUP)), _kept(dtype))
 
     def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
         """Round a weight ``[..., O, I]``, by groups of 128 inputs unless told.
@@ -43,12 +60,17 @@ class Int4(Format):
         where compressed-tensors takes the dtype of the weight; for weights in float32 both give the same bits.
         """
         exact = torch.promote_types(weight.dtype, torch.float32)
-        kept = torch.float32 if weight.dtype == torch.float64 else weight.dtype
-        groups = weight.to(exact).unflatten(-1, (-1, group_size or 128))
+        kept = _kept(weight.dtype)
+        groups = weight.to(exact).unflatten(-1, (-1, group_size or GROUP))
         scale = (groups.abs().amax(-1) / HALF_RANGE).to(kept)
         scale = torch.where(scale == 0, torch.finfo(kept).eps, scale)
         values = (groups / scale.to(exact)[..., None]).round().clamp(-8, 7)
-        return join_nibbles(values.flatten(-2).to(torch.int32) + OFFSET), scale
+        return join_nibbles(values.flatten(-2).to(torch.int32) + OFFSET, torch.int32), scale
+
+
+def _kept(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the scales of a weight: its own, or float32 for float64."""
+    return torch.float32 if dtype == torch.float64 else dtype
 
 
 INT4 = Int4()

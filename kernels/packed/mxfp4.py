@@ -2,9 +2,9 @@
 
 A number is e2m1: a sign, two bits of exponent and one of mantissa, so 0, 0.5, 1, 1.5, 2, 3, 4 or 6. Two numbers of
 neighbouring inputs stand in one byte, the first of them in its lower half. A scale is a byte ``e`` and means
-``2 ** (e - 127)``. Source: OCP Microscaling Formats, version 1.0; the layout is that of gpt-oss, ``*_blocks``
-``[..., O, I / 32, 16]`` and ``*_scales`` ``[..., O, I / 32]``. Here blocks are the same bytes, seen as int32
-``[..., O, I / 8]``. Activations are not quantised.
+``2 ** (e - 127)``. Source: OCP Microscaling Formats, version 1.0. The bytes of a linear layer are those that the
+package compressed-tensors calls ``mxfp4-pack-quantized``. The files of gpt-oss have the same ones for stacks of
+experts, and give them a dimension of 16 bytes for each group, ``[E, O, I / 32, 16]``. Activations are not quantised.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Mxfp4(Format):
     """Numbers e2m1 and scales e8m0."""
 
     name = "mxfp4"
-    parts = ("weight_blocks", "weight_scales")
+    parts = ("weight_packed", "weight_scale")
     stack_parts = ("_blocks", "_scales")
-    stored = torch.int32
-    per_element = 8
+    stored = torch.uint8
+    per_element = 2
     scale_dtypes = (torch.uint8,)
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,6 +51,22 @@ class Mxfp4(Format):
             lambda: f"scale is {list(scale.shape)}; for [{outputs}, {inputs}] it must be {list(wanted)}",
         )
 
+    def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
+        """Groups have to be full."""
+        if group_size not in (None, GROUP):
+            return f"groups of mxfp4 have {GROUP} inputs, not {group_size}"
+        return f"its {inputs} inputs are no multiple of {GROUP}" if inputs % GROUP else None
+
+    def shapes(
+        self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
+    ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Bytes of two numbers, and bytes of exponents."""
+        return ((outputs, inputs // 2), torch.uint8), ((outputs, inputs // GROUP), torch.uint8)
+
+    def stacked_shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """A dimension for the bytes of a group."""
+        return (*numbers[:-1], numbers[-1] // (GROUP // 2), GROUP // 2)
+
     def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
         """Round a weight ``[..., O, I]`` to the nearest.
 
@@ -63,7 +79,7 @@ class Mxfp4(Format):
         _, exponent = torch.frexp(groups.abs().amax(-1))  # magnitudes are in [0.5, 1) times 2 ** exponent
         scale = (exponent - 1 - LARGEST_EXPONENT + BIAS).clamp(0, 254).to(torch.uint8)
         scaled = groups / self.scales(scale, exact)[..., None]
-        return join_nibbles(_round(scaled).flatten(-2)), scale
+        return join_nibbles(_round(scaled).flatten(-2), torch.uint8), scale
 
 
 def _round(values: Tensor) -> Tensor:

@@ -33,9 +33,11 @@ def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_wei
     packed = stacks_of(self)
 
     def linear(x: Tensor, name: str) -> Tensor:
-        scheme, weight = packed.get(name) or (DENSE, (getattr(experts, name),))
         bias = getattr(experts, f"{name}_bias") if has_bias else None
-        return scheme.experts(x, *weight, bias, ids, transposed=transposed)
+        if name not in packed:
+            return DENSE.experts(x, getattr(experts, name), bias, ids, transposed=transposed)
+        scheme, weight = packed[name]
+        return scheme.experts(x, *scheme.operands(weight), bias, ids, **scheme.options)
 
     inner = linear(inner, "gate_up_proj" if gated else "up_proj")
     inner = experts._apply_gate(inner) if gated else experts.act_fn(inner)

@@ -22,4 +22,4 @@ def _forward(self: nn.Module, x: Tensor) -> Tensor:
     found = scheme_of(self)
     assert found is not None, f"{type(self).__name__} is of no scheme any more"
     scheme, weight = found
-    return scheme.traced(x, *weight, getattr(self, "bias", None))
+    return scheme.traced(x, *scheme.operands(weight), getattr(self, "bias", None), **scheme.options)

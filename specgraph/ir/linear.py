@@ -18,9 +18,10 @@ from torch import Tensor, fx, nn
 import specgraph.kernels.linear.experts
 import specgraph.kernels.linear.linear  # noqa: F401  (both register ops)
 from specgraph.ir.graphs import arguments, get_attribute
-from specgraph.ir.int4 import INT4
+from specgraph.ir.packed import packed
 from specgraph.ir.scheme import Scheme
 from specgraph.kernels.linear.few_rows import few_rows_linear
+from specgraph.kernels.packed.formats import FORMATS
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,10 @@ class Linear:
     @property
     def is_traced(self) -> bool:
         """Whether it is as tracing made it, with one matrix for all rows and nothing fused with it."""
-        return self.node.target is self.scheme.traced
+        if self.node.target is not self.scheme.traced:
+            return False
+        defaults = {argument.name: argument.default_value for argument in self.scheme.traced._schema.arguments}
+        return all(value == defaults[name] for name, value in self.epilogue.items())
 
     @property
     def features(self) -> tuple[int, int]:
@@ -75,18 +79,23 @@ DENSE = Scheme(
 )
 """One matrix ``[O, I]`` in the dtype of the input."""
 
-SCHEMES: list[Scheme] = [DENSE, INT4]
+SCHEMES: list[Scheme] = [DENSE, *map(packed, FORMATS.values())]
 """The schemes that are known, in the order in which they are asked whether a module is theirs."""
 
 
 def describe(node: fx.Node) -> Linear | None:
     """``node`` as a linear layer; None if it is no call of an op of a scheme."""
-    scheme = next((scheme for scheme in SCHEMES if node.target in _ops(scheme)), None)
-    if scheme is None or node.op != "call_function":
+    if node.op != "call_function":
         return None
-    given = arguments(node)
+    for scheme in SCHEMES:
+        if node.target in scheme.ops and all(node.kwargs.get(name) == value for name, value in scheme.options.items()):
+            break
+    else:
+        return None
+    given = {name: value for name, value in arguments(node).items() if name not in scheme.options}
     x = given.pop("input" if "input" in given else "x")
-    weight = tuple(given.pop(name) for name in scheme.weight)
+    parts = [given.pop(name) for name in scheme.weight]
+    weight = tuple(node for part in parts for node in (part if isinstance(part, (list, tuple)) else [part]))
     return Linear(node, scheme, x, weight, given.pop("bias", None), given.pop("expert_ids", None), given)
 
 
@@ -124,8 +133,3 @@ def packed_tensors(model: nn.Module) -> Iterator[Tensor]:
             yield from {id(part): part for part in (*layer[1], *others)}.values()
         for _, stack in stacks_of(module).values():
             yield from stack
-
-
-def _ops(scheme: Scheme) -> tuple[Any, ...]:
-    ops = scheme.traced, scheme.lowered, scheme.with_norm, scheme.few_rows, scheme.experts
-    return tuple(op for op in ops if op is not None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,13 +19,16 @@ class Scheme:
     Attributes:
         name: for reports.
         traced: the op that a traced module calls, ``(x, *weight, bias=None)``.
-        weight: the arguments that hold the tensors of the weight. Dimension 0 of the first one counts the outputs.
+        weight: the arguments that hold the tensors of the weight; one argument may be a list of them. Dimension 0 of
+            the first tensor counts the outputs.
         lowered: the op with an epilogue, ``(x, *weight, bias, residual, sum_sq, *, norm_eps, activation, ...)`` as
             ``specgraph::linear`` has it; None if ``traced`` is what runs, and nothing is fused with it.
         with_norm: the same with the parts of the norm that reads the result, as ``specgraph::linear_norm``; or None.
+        takes_norm: whether ``lowered`` takes ``sum_sq``.
         few_rows: a form of ``traced`` for the few rows of a decode step on a CPU; or None.
         experts: the op whose argument ``expert_ids`` says for each row which matrix of a stack it meets,
-            ``(x, *weight, bias, expert_ids, *, transposed=False)``; or None.
+            ``(x, *weight, bias, expert_ids)``; or None.
+        options: arguments that every call of an op has, by which schemes with the same ops are told apart.
     """
 
     name: str
@@ -33,8 +36,20 @@ class Scheme:
     weight: tuple[str, ...] = ("weight",)
     lowered: Any = None
     with_norm: Any = None
+    takes_norm: bool = True
     few_rows: Callable[..., Tensor] | None = None
     experts: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ops(self) -> tuple[Any, ...]:
+        """All ops that it names."""
+        named = self.traced, self.lowered, self.with_norm, self.few_rows, self.experts
+        return tuple(op for op in named if op is not None)
+
+    def operands(self, weight: Sequence[Any]) -> tuple[Any, ...]:
+        """The tensors of a weight, or the nodes that read them, as the ops take them behind ``x``."""
+        return tuple(weight)
 
     def why_not_merged(self, weights: Sequence[Sequence[Tensor]]) -> str | None:
         """Why weights cannot be joined tensor by tensor along dimension 0; None if they can.
@@ -44,6 +59,10 @@ class Scheme:
         """
         if any(tensor.shape[:1] != weight[0].shape[:1] for weight in weights for tensor in weight):
             return f"a tensor of {self.name} weights does not have a row for every output"
+        return self.why_not_alike(weights)
+
+    def why_not_alike(self, weights: Sequence[Sequence[Tensor]]) -> str | None:
+        """A reason if the tensors of weights differ in more than their number of rows."""
         kinds = {tuple((t.dtype, t.device, t.shape[1:]) for t in weight) for weight in weights}
         return "the weights differ in dtype or device" if len(kinds) > 1 else None
 

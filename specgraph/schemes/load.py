@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from specgraph.checkpoints.causal_lm import DAMAGED, load_by_transformers, not_loaded
 from specgraph.checkpoints.files import Files, StoredTensor, open_files, read_json
 from specgraph.errors import ConfigError, UnsupportedModelError
-from specgraph.kernels.linear.int4 import PER_WORD, SCALE_DTYPES
-from specgraph.schemes.int4 import Int4Linear
-from specgraph.schemes.layout import METHOD, Layout, read_layout
-from specgraph.schemes.targets import targeted
+from specgraph.ir.packed import STACKS
+from specgraph.kernels.packed.format import Format
+from specgraph.kernels.packed.formats import format_of
+from specgraph.schemes.layers import PackedExperts, PackedLinear, empty_experts, stack_features, stacks
+from specgraph.schemes.layout import Layout
+from specgraph.schemes.layouts import LAYOUTS, read_layout
 
-PARTS = {"weight_packed": (torch.int32,), "weight_scale": SCALE_DTYPES, "weight_shape": (torch.int64, torch.int32)}
-"""The tensors of a quantised layer, and the dtypes in which a file may hold them."""
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a packed weight.
+
+    Attributes:
+        form: the format of the weight.
+        kind: ``numbers``, ``scale``, or ``shape`` for two numbers beside them.
+        dtypes: the dtypes in which a file may hold it.
+        shape: the shape in a file.
+    """
+
+    form: Format
+    kind: str
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int, ...]
 
 
 def load(
@@ -28,11 +45,12 @@ def load(
 ) -> PreTrainedModel:
     """A causal LM from the folder of a checkpoint, in evaluation mode, with packed weights if it has such.
 
-    If its ``config.json`` says that weights are quantised, they have to be numbers of four bits in groups, in the
-    layout that compressed-tensors calls ``pack-quantized`` and that a model has which :func:`specgraph.quantise` made.
-    They are not dequantised, and the package compressed-tensors is not needed. A model whose files hold other names
-    than its modules, such as a matrix for each expert where transformers has one stack, is not read in this way.
-    Another checkpoint is loaded by transformers.
+    If its ``config.json`` says that weights are quantised, it has to be in a layout that is known: that of
+    compressed-tensors for numbers of four bits (``pack-quantized``, ``mxfp4-pack-quantized``), that of gpt-oss
+    (``mxfp4``), or that of DeepSeek's and Qwen's models in fp8 with blocks of 128 x 128. Models that
+    :func:`specgraph.quantise` made are in one of them. Weights are not dequantised, and no quantiser's package is
+    needed. A model whose files hold other names than its modules, such as a matrix for each expert where transformers
+    has one stack, is not read in this way. Another checkpoint is loaded by transformers.
 
     Args:
         folder: with ``config.json`` and safetensors, in one file or several that an index names.
@@ -52,8 +70,9 @@ def load(
         return model.to(device) if device is not None else model
     layout, files, place = read_layout(stated), open_files(path), torch.device(device or "cpu")
     model = _empty_model(path, layout, dtype)
-    aliases = _check_names(model, files)
-    _fill(model, files, aliases, place)
+    parts = _parts(model)
+    aliases = _check_names(model, files, parts)
+    _fill(model, files, aliases, parts, place)
     model.tie_weights(missing_keys=set(aliases), recompute_mapping=False)
     _make_buffers(model, place)
     if (path / "generation_config.json").is_file():
@@ -65,9 +84,8 @@ def load(
 def load_causal_lm(
     name: str | Path, dtype: torch.dtype | str, what: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:  # fmt: skip
-    """A causal LM in evaluation mode, on the CPU: by :func:`load` if ``name`` is a folder with weights in the layout of
-    compressed-tensors, else by transformers. The arguments are those of
-    :func:`~specgraph.checkpoints.causal_lm.load_by_transformers`.
+    """A causal LM in evaluation mode, on the CPU: by :func:`load` if ``name`` is a folder with packed weights, else by
+    transformers. The arguments are those of :func:`~specgraph.checkpoints.causal_lm.load_by_transformers`.
 
     Raises:
         ConfigError: it cannot be loaded, or its files lack a tensor, which transformers would fill at random.
@@ -86,11 +104,11 @@ def _is_packed(folder: Path) -> bool:
         stated = read_json(folder / "config.json").get("quantization_config")
     except ConfigError:  # transformers knows models by names, too, and says what is wrong with a file
         return False
-    return isinstance(stated, Mapping) and stated.get("quant_method") == METHOD
+    return isinstance(stated, Mapping) and stated.get("quant_method") in LAYOUTS
 
 
 def _empty_model(path: Path, layout: Layout, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The model on ``meta``, with the layers that the layout targets in four bits."""
+    """The model on ``meta``, with packed weights where the layout says so."""
     try:
         config = AutoConfig.from_pretrained(path)
         del config.quantization_config
@@ -99,17 +117,51 @@ def _empty_model(path: Path, layout: Layout, dtype: torch.dtype | None) -> PreTr
     except DAMAGED as error:
         raise not_loaded(f"folder={str(path)!r}", path, error) from error
     with torch.device("meta"):
-        for name, layer in targeted(model, layout.targets, layout.ignore).items():
-            if layer.in_features % PER_WORD or layer.in_features % layout.group_size:
-                raise UnsupportedModelError(
-                    f"{name} has {layer.in_features} inputs, which are no multiple of {PER_WORD} and of the "
-                    f"group_size of quantization_config, {layout.group_size}."
-                )
-            model.set_submodule(name, Int4Linear.empty_as(layer, layout.group_size))
+        for name, layer in layout.linears(model).items():
+            _check_fits(name, layout, *layer.weight.shape)
+            model.set_submodule(name, PackedLinear.empty_as(layer, layout.form, layout.group_size))
+        for name, module in layout.experts(model).items():
+            for stack in stacks(module):
+                _check_fits(f"{name}.{stack}", layout, *stack_features(module, stack))
+            empty_experts(module, layout.form, layout.group_size)
     return model
 
 
-def _check_names(model: PreTrainedModel, files: Files) -> dict[str, str]:
+def _check_fits(name: str, layout: Layout, outputs: int, inputs: int) -> None:
+    reason = layout.form.why_not(outputs, inputs, layout.group_size)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{name} cannot be stored as quantization_config states: {reason}. It is of another model."
+        )
+
+
+def _parts(model: nn.Module) -> dict[str, Part]:
+    """The tensors of packed weights by their names in the model."""
+    found: dict[str, Part] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            form, numbers, *others = format_of(module.format), *format_of(module.format).parts
+            names = [(numbers, "numbers"), *((other, "scale") for other in others)]
+            names += [(name, "shape") for name in form.beside]
+        elif isinstance(module, PackedExperts):
+            form = format_of(module.format)
+            kinds = [*zip(form.stack_parts, ("numbers", "scale"), strict=True)]
+            held = {name for name, _ in module.named_parameters(recurse=False)}
+            names = [(f"{stack}{part}", kind) for stack in STACKS for part, kind in kinds if f"{stack}{part}" in held]
+        else:
+            continue
+        for name, kind in names:
+            found[f"{path}.{name}"] = _part(form, kind, getattr(module, name), isinstance(module, PackedExperts))
+    return found
+
+
+def _part(form: Format, kind: str, tensor: Tensor, stacked: bool) -> Part:
+    dtypes = {"numbers": (form.stored,), "scale": form.scale_dtypes, "shape": (torch.int64, torch.int32)}[kind]
+    shape = tuple(tensor.shape)
+    return Part(form, kind, dtypes, form.stacked_shape(shape) if stacked and kind == "numbers" else shape)
+
+
+def _check_names(model: PreTrainedModel, files: Files, parts: Mapping[str, Part]) -> dict[str, str]:
     """Compare the names, shapes and dtypes of the files' tensors with those of the model.
 
     Returns:
@@ -124,7 +176,7 @@ def _check_names(model: PreTrainedModel, files: Files) -> dict[str, str]:
             aliases[alias] = kept
     for name, tensor in wanted.items():
         if name in files.tensors:
-            _check_tensor(name, files.tensors[name], tensor)
+            _check_tensor(name, files.tensors[name], tensor, parts.get(name))
         elif name not in aliases:
             raise UnsupportedModelError(
                 f"{files.path} has no tensor {name}, which a {type(model).__name__} with its configuration needs; the "
@@ -144,13 +196,13 @@ def _patterns(more: Iterable[str] | None) -> list[re.Pattern[str]]:
     return [re.compile(text) for text in (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(more or ()))]
 
 
-def _check_tensor(name: str, stored: StoredTensor, wanted: Tensor) -> None:
-    if stored.shape != tuple(wanted.shape):
+def _check_tensor(name: str, stored: StoredTensor, wanted: Tensor, part: Part | None) -> None:
+    shape, allowed = (part.shape, part.dtypes) if part else (tuple(wanted.shape), None)
+    if stored.shape != shape:
         raise UnsupportedModelError(
-            f"{name} of {stored.file} has the shape {list(stored.shape)}, and config.json needs {list(wanted.shape)}; "
+            f"{name} of {stored.file} has the shape {list(stored.shape)}, and config.json needs {list(shape)}; "
             "one of them is of another model."
         )
-    allowed = PARTS.get(name.rpartition(".")[2])
     fits = stored.dtype in allowed if allowed else stored.dtype.is_floating_point == wanted.dtype.is_floating_point
     if not fits:
         of = ", ".join(map(str, allowed)) if allowed else f"{wanted.dtype} or one of its kind"
@@ -158,25 +210,26 @@ def _check_tensor(name: str, stored: StoredTensor, wanted: Tensor) -> None:
 
 
 @torch.no_grad()
-def _fill(model: PreTrainedModel, files: Files, aliases: Mapping[str, str], device: torch.device) -> None:
+def _fill(
+    model: PreTrainedModel, files: Files, aliases: Mapping[str, str], parts: Mapping[str, Part], device: torch.device
+) -> None:
     """Read the tensors of the files, one at a time, into the model."""
     single = _patterns_of_float32(model)
     for name, empty in model.state_dict(keep_vars=True).items():
         if name in aliases:
             _check_alias(name, aliases[name], files)
             continue
-        value = files.tensors[name].read()
+        value, part = files.tensors[name].read(), parts.get(name)
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
-        if leaf == "weight_shape":
-            _check_stated_shape(name, value, owner)
-        if leaf == "weight_scale":
-            _check_scales(name, value, files.tensors[name].file)
-        if leaf not in PARTS and value.is_floating_point():
+        if part is not None:
+            _check_values(name, value, part, owner, files.tensors[name].file)
+            value = value.view(getattr(owner, leaf).shape)
+        elif value.is_floating_point():
             value = value.to(torch.float32 if any(p.search(name) for p in single) else empty.dtype)
         # A mapped file aligns no tensor, and operands that are not aligned may be rounded in another way.
         value = value.to(device, copy=True).contiguous()
-        is_parameter = isinstance(empty, nn.Parameter)
+        is_parameter = leaf in owner._parameters
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if is_parameter else value)
 
 
@@ -199,6 +252,13 @@ def _check_alias(name: str, kept: str, files: Files) -> None:
         )
 
 
+def _check_values(name: str, value: Tensor, part: Part, owner: nn.Module, file: Path) -> None:
+    if part.kind == "shape":
+        _check_stated_shape(name, value, owner)
+    elif part.kind == "scale":
+        _check_scales(name, value, part.form, file)
+
+
 def _check_stated_shape(name: str, value: Tensor, layer: Any) -> None:
     if value.tolist() != [layer.out_features, layer.in_features]:
         raise UnsupportedModelError(
@@ -207,13 +267,14 @@ def _check_stated_shape(name: str, value: Tensor, layer: Any) -> None:
         )
 
 
-def _check_scales(name: str, value: Tensor, file: Path) -> None:
-    bad = ~(value.isfinite() & (value != 0))
+def _check_scales(name: str, value: Tensor, form: Format, file: Path) -> None:
+    scales = form.scales(value, torch.float32)
+    bad = ~(scales.isfinite() & (scales != 0))
     if bool(bad.any()):
-        output, group = bad.nonzero()[0].tolist()
+        place = bad.nonzero()[0].tolist()
         raise UnsupportedModelError(
-            f"{name} of {file} is {float(value[output, group])} for output {output}, group {group}; scales must be "
-            "finite and other than 0, so the file is damaged."
+            f"{name} of {file} is {float(scales[tuple(place)])} at {place}; scales must be finite and other than 0, so "
+            "the file is damaged."
         )
 
 

@@ -1,48 +1,48 @@
-"""Quantises the linear layers of a model in place."""
+"""Quantises the weights of a model in place."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from specgraph.errors import InputError, UnsupportedModelError
-from specgraph.kernels.linear.int4 import PER_WORD
-from specgraph.schemes.int4 import Int4Linear
+from specgraph.schemes.layers import PackedLinear, quantise_experts, stack_features, stacks
 from specgraph.schemes.layout import Layout
-from specgraph.schemes.targets import targeted
-
-SCHEMES = ("int4",)
-"""The schemes in which a weight can be quantised."""
+from specgraph.schemes.layouts import SCHEMES, layout_for
 
 M = TypeVar("M", bound=PreTrainedModel)
 
 
 @torch.no_grad()
-def quantise(model: M, scheme: str = "int4", *, group_size: int = 128, ignore: Sequence[str] = ("lm_head",)) -> M:
-    """Store the weights of a model's linear layers in fewer bits, in place.
+def quantise(
+    model: M, scheme: str = "int4", *, group_size: int | None = None, ignore: Sequence[str] = ("lm_head",)
+) -> M:
+    """Store the weights of a model's linear layers and stacks of experts in fewer bits, in place.
 
-    Every weight is rounded to the nearest; nothing is calibrated. ``model.save_pretrained`` then writes the layout that
-    compressed-tensors calls ``pack-quantized``, which :func:`specgraph.load` reads. Stacks of experts and layers that
-    are not of the class ``nn.Linear`` stay as they are.
+    Every weight is rounded to the nearest; nothing is calibrated. ``model.save_pretrained`` then writes a published
+    layout, which :func:`specgraph.load` reads. Layers that are not of the class ``nn.Linear`` stay as they are.
 
     Args:
         model: a causal LM in float64, float32, bfloat16 or float16.
-        scheme: ``int4``: symmetric numbers of four bits, with a scale for each group of inputs.
-        group_size: how many inputs have one scale: a multiple of 8 that divides the inputs of every layer.
-        ignore: layers that are left as they are: their names, or expressions behind ``re:``, which the beginning of a
-            name has to match.
+        scheme: ``int4``: symmetric integers with a scale for each group of inputs. ``mxfp4``: floating-point numbers of
+            four bits with a power of two for each 32 inputs; of gpt-oss only the experts, as its checkpoints have them.
+            ``fp8``: floating-point numbers of eight bits with a scale for each block of 128 x 128, with which
+            activations are quantised, too.
+        group_size: how many inputs have one scale in ``int4``: a multiple of 8 that divides the inputs of every layer;
+            128 by default.
+        ignore: layers that are left as they are: their names or, but for ``fp8``, expressions behind ``re:``, which the
+            beginning of a name has to match.
 
     Returns:
         The same model.
 
     Raises:
         InputError: the scheme is unknown, or the group size does not fit a layer. The model is as before.
-        UnsupportedModelError: the model is quantised already, has no linear layers, or has one that cannot be
+        UnsupportedModelError: the model is quantised already, has nothing to quantise, or has a layer that cannot be
             quantised. The model is as before.
     """
     if scheme not in SCHEMES:
@@ -53,32 +53,28 @@ def quantise(model: M, scheme: str = "int4", *, group_size: int = 128, ignore: S
         raise UnsupportedModelError(
             f"{type(model).__name__} has a quantization_config already; load it without one to quantise it."
         )
-    layout = Layout(group_size, ignore=tuple(ignore))
-    layers = targeted(model, layout.targets, layout.ignore)
-    if not layers:
+    layout = layout_for(model, scheme, group_size, ignore)
+    layers, experts = layout.linears(model), layout.experts(model)
+    if not layers and not experts:
         raise UnsupportedModelError(f"{type(model).__name__} has no linear layer but those of ignore, {list(ignore)}.")
-    _check_groups(layers, group_size)
+    weights = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
+    weights |= {f"{name}.{stack}": stack_features(x, stack) for name, x in experts.items() for stack in stacks(x)}
+    _check_fits(layout, weights)
     for name, layer in layers.items():
-        model.set_submodule(name, Int4Linear.quantised(layer, group_size))
+        model.set_submodule(name, PackedLinear.quantised(layer, layout.form, layout.group_size))
+    for module in experts.values():
+        quantise_experts(module, layout.form, layout.group_size)
     model.config.quantization_config = layout.stated()
     return model
 
 
-def _check_groups(layers: Mapping[str, nn.Linear], group_size: int) -> None:
-    """Raise InputError unless groups of this size, or some size, fit every layer."""
-    for name, layer in layers.items():
-        if layer.in_features % PER_WORD:
-            raise InputError(
-                f"{name} has {layer.in_features} inputs, which no group size divides that is a multiple of {PER_WORD}; "
-                "add its name to ignore."
-            )
-    common = math.gcd(*(layer.in_features for layer in layers.values()))
-    fitting = [size for size in range(PER_WORD, common + 1, PER_WORD) if common % size == 0]
-    if group_size in fitting:
+def _check_fits(layout: Layout, weights: dict[str, tuple[int, ...]]) -> None:
+    """Raise InputError unless every weight ``[O, I]`` can be stored."""
+    reasons = {name: layout.form.why_not(*shape, layout.group_size) for name, shape in weights.items()}
+    name = next((name for name, reason in reasons.items() if reason is not None), None)
+    if name is None:
         return
-    which = f"is no positive multiple of {PER_WORD}"
-    if group_size > 0 and group_size % PER_WORD == 0:
-        name, inputs = next((n, x.in_features) for n, x in layers.items() if x.in_features % group_size)
-        which = f"does not divide the {inputs} inputs of {name}"
-    sizes = ", ".join(map(str, fitting))
-    raise InputError(f"group_size is {group_size}, which {which}; the inputs of all layers are divided by {sizes}.")
+    per_element, common = layout.form.per_element, math.gcd(*(inputs for _, inputs in weights.values()))
+    fitting = [size for size in range(per_element, common + 1, per_element) if common % size == 0]
+    hint = f"; all layers have groups of {', '.join(map(str, fitting))}" if fitting else "; add its name to ignore"
+    raise InputError(f"{name} cannot be stored in {layout.form.name}: {reasons[name]}{hint}.")

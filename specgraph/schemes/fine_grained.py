@@ -1,0 +1,56 @@
+"""The layout of DeepSeek's and Qwen's checkpoints in fp8: blocks of 128 x 128, and activations quantised by row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from specgraph.kernels.packed.fp8 import BLOCK, FP8_BLOCKS
+from specgraph.schemes.layout import Layout, check_stated
+from specgraph.schemes.targets import targeted
+
+
+@dataclass(frozen=True)
+class FineGrained(Layout):
+    """All linear layers and stacks of experts but those that ``modules_to_not_convert``, here ``ignore``, names.
+
+    What stands there is the name of a module or of one that holds it, an expression for such a name, or the end of one,
+    as transformers reads it.
+    """
+
+    method: ClassVar[str] = "fp8"
+
+    ignore: tuple[str, ...] = ("lm_head",)
+
+    @classmethod
+    def read(cls, stated: Mapping[str, Any]) -> FineGrained:
+        """The layout that a ``quantization_config`` states."""
+        check_stated("weight_block_size", [*(stated.get("weight_block_size") or ())], [BLOCK, BLOCK])
+        check_stated("activation_scheme", stated.get("activation_scheme", "dynamic"), "dynamic")
+        check_stated("scale_fmt", stated.get("scale_fmt") or "float", "float")
+        check_stated("fmt", stated.get("fmt") or "e4m3", "e4m3")
+        return cls(FP8_BLOCKS, None, tuple(stated.get("modules_to_not_convert") or ()))
+
+    def stated(self) -> dict[str, Any]:
+        """The method, the size of blocks, and the modules that are not packed."""
+        return {
+            "quant_method": self.method, "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": [*self.ignore],
+        }  # fmt: skip
+
+    def linears(self, model: nn.Module) -> dict[str, nn.Linear]:
+        """Those that ``ignore`` does not name. The head of the model is never packed."""
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        kept = {name for name, module in model.named_modules() if self._keeps(name) or module is head}
+        return targeted(model, ("Linear",), kept)
+
+    def experts(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Those that ``ignore`` does not name."""
+        return {name: module for name, module in super().experts(model).items() if not self._keeps(name)}
+
+    def _keeps(self, name: str) -> bool:
+        return any(re.match(rf"(?:{given})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(given) for given in self.ignore)

@@ -1,0 +1,144 @@
+"""The modules of a model whose weights are packed: linear layers, and mixtures of experts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specgraph.frontend.experts import experts_hook
+from specgraph.ir.packed import STACKS
+from specgraph.kernels.packed.format import Format
+from specgraph.kernels.packed.formats import format_of
+from specgraph.kernels.packed.linear import packed_linear
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is packed. Its tensors have the names, dtypes and shapes of the published layout.
+
+    Its forward calls the op ``specgraph::packed_linear``, so that a model with such layers runs in transformers, too.
+    Gradients do not pass through it.
+
+    Attributes:
+        format: the name of the format, in :data:`~specgraph.kernels.packed.formats.FORMATS`.
+        in_features: ``I``.
+        out_features: ``O``.
+        bias: ``[O]`` or None.
+    """
+
+    def __init__(self, form: Format, weight: Sequence[Tensor], bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.format = form.name
+        self.out_features, self.in_features = form.check(weight)
+        for name, tensor in zip(form.parts, weight, strict=True):
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        for name in form.beside:
+            shape = torch.tensor([self.out_features, self.in_features], device=weight[0].device)
+            self.register_buffer(name, shape)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @classmethod
+    def quantised(cls, layer: nn.Linear, form: Format, group_size: int | None = None) -> PackedLinear:
+        """The layer with its weight rounded as the format rounds, and the same bias."""
+        bias = None if layer.bias is None else layer.bias.detach()
+        return cls(form, form.quantise(layer.weight.detach(), group_size), bias)
+
+    @classmethod
+    def empty_as(cls, layer: nn.Linear, form: Format, group_size: int | None = None) -> PackedLinear:
+        """A layer whose tensors have the shapes that those of ``layer`` would have, on its device."""
+        shapes = form.shapes(*layer.weight.shape, group_size, layer.weight.dtype)
+        weight = [torch.empty(shape, dtype=dtype, device=layer.weight.device) for shape, dtype in shapes]
+        return cls(form, weight, None if layer.bias is None else layer.bias.detach())
+
+    @property
+    def weight_parts(self) -> list[Tensor]:
+        """The tensors of the weight, numbers first."""
+        return [self.get_parameter(name) for name in format_of(self.format).parts]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``."""
+        return packed_linear(x, self.weight_parts, self.bias, format=self.format)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weight ``[O, I]``, with products in ``dtype``."""
+        return format_of(self.format).dequantise([part.detach() for part in self.weight_parts], dtype)
+
+    def extra_repr(self) -> str:
+        """What is printed between the brackets of the layer."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={self.format}"
+        )
+
+
+class PackedExperts:
+    """What a mixture of experts with packed stacks is beside its own class, whose gate and activation it keeps.
+
+    A stack ``gate_up_proj`` is replaced by tensors whose names begin with it, as the published layout names them, and
+    every matrix in it has its outputs first.
+
+    Attributes:
+        format: the name of the format.
+    """
+
+    format: str
+    forward = experts_hook
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        form = format_of(self.format)
+        for name in STACKS:
+            key = f"{prefix}{name}{form.stack_parts[0]}"
+            if key in destination:
+                destination[key] = destination[key].view(form.stacked_shape(tuple(destination[key].shape)))
+
+
+def stacks(module: nn.Module) -> Iterator[str]:
+    """The names of the stacked weights that a mixture of experts holds; nothing if it is none."""
+    for name in STACKS:
+        weight = module._parameters.get(name)
+        if weight is not None and weight.dim() == 3 and weight.is_floating_point() and weight.dtype.itemsize > 1:
+            yield name
+
+
+@torch.no_grad()
+def quantise_experts(module: nn.Module, form: Format, group_size: int | None = None) -> None:
+    """Round the stacks of a mixture of experts, in place. One matrix at a time is rounded."""
+    for name in [*stacks(module)]:
+        stack = module.get_parameter(name).detach()
+        if getattr(module, "is_transposed", False):
+            stack = stack.transpose(1, 2)
+        packed = zip(*(form.quantise(matrix, group_size) for matrix in stack), strict=True)
+        _replace(module, name, form, [torch.stack(parts) for parts in packed])
+
+
+def empty_experts(module: nn.Module, form: Format, group_size: int | None = None) -> None:
+    """Replace the stacks of a mixture of experts by packed ones that are empty, on the device of the module."""
+    for name in [*stacks(module)]:
+        stack = module.get_parameter(name)
+        shapes = form.shapes(*stack_features(module, name), group_size, stack.dtype)
+        weight = [torch.empty((len(stack), *shape), dtype=dtype, device=stack.device) for shape, dtype in shapes]
+        _replace(module, name, form, weight)
+
+
+def stack_features(module: nn.Module, name: str) -> tuple[int, int]:
+    """The outputs and the inputs of each matrix of a stack."""
+    outputs, inputs = module.get_parameter(name).shape[1:]
+    return (inputs, outputs) if getattr(module, "is_transposed", False) else (outputs, inputs)
+
+
+def _replace(module: Any, name: str, form: Format, weight: Sequence[Tensor]) -> None:
+    delattr(module, name)
+    for part, tensor in zip(form.stack_parts, weight, strict=True):
+        module.register_parameter(f"{name}{part}", nn.Parameter(tensor, requires_grad=False))
+    module.format = form.name
+    if not isinstance(module, PackedExperts):
+        module.__class__ = _packed_class(type(module))
+
+
+@functools.cache
+def _packed_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Packed{kind.__name__}", (PackedExperts, kind), {"__doc__": PackedExperts.__doc__})

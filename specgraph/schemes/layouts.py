@@ -1,0 +1,47 @@
+"""The layouts that are known, and which one a ``config.json`` states or a model is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from specgraph.errors import UnsupportedModelError
+from specgraph.kernels.packed.fp8 import FP8_BLOCKS
+from specgraph.kernels.packed.int4 import GROUP, INT4
+from specgraph.kernels.packed.mxfp4 import GROUP as MX_GROUP
+from specgraph.kernels.packed.mxfp4 import MXFP4
+from specgraph.schemes.compressed_tensors import CompressedTensors
+from specgraph.schemes.fine_grained import FineGrained
+from specgraph.schemes.gpt_oss import GptOss
+from specgraph.schemes.layout import Layout
+
+LAYOUTS: dict[str, type[Layout]] = {kind.method: kind for kind in (CompressedTensors, FineGrained, GptOss)}
+"""Every layout by the ``quant_method`` of its tool."""
+SCHEMES = ("int4", "mxfp4", "fp8")
+"""The schemes in which :func:`specgraph.quantise` can store weights."""
+
+
+def read_layout(stated: Mapping[str, Any]) -> Layout:
+    """The layout that a ``quantization_config`` states.
+
+    Raises:
+        UnsupportedModelError: it is of another tool, or states a format that is not known.
+    """
+    method = stated.get("quant_method")
+    if method not in LAYOUTS:
+        allowed = ", ".join(map(repr, LAYOUTS))
+        raise UnsupportedModelError(f"quant_method of quantization_config is {method!r}; allowed is {allowed}.")
+    return LAYOUTS[method].read(stated)
+
+
+def layout_for(model: nn.Module, scheme: str, group_size: int | None, ignore: Sequence[str]) -> Layout:
+    """The layout in which a model is stored in one of :data:`SCHEMES`."""
+    if scheme == "int4":
+        return CompressedTensors(INT4, GROUP if group_size is None else group_size, tuple(ignore))
+    if scheme == "fp8":
+        return FineGrained(FP8_BLOCKS, group_size, tuple(ignore))
+    if getattr(getattr(model, "config", None), "model_type", None) == "gpt_oss":
+        return GptOss(MXFP4, group_size)
+    return CompressedTensors(MXFP4, MX_GROUP if group_size is None else group_size, tuple(ignore))
