@@ -214,7 +214,7 @@ def _scales(linear: Linear | None, norm: fx.Node) -> bool:
     """Whether a reader of a norm is a linear layer of its result, whose op can take the scale in."""
     if linear is None or linear.expert_ids is not None:
         return False
-    if linear.scheme.lowered is None or not linear.scheme.takes_norm:
+    if linear.scheme.lowered is None or linear.scheme.quantises_rows:
         return False
     return linear.x is norm and norm not in linear.constants
 

@@ -12,6 +12,8 @@ from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 from specgraph.plots import check_plot
 
+SCHEMES = ("int4", "mxfp4", "fp8")
+"""The schemes of :func:`specgraph.quantise`, which are named here so that the command line does not import torch."""
 KINDS = ("steps", "first_token", "sessions", "cpu", "tune")
 
 
@@ -26,8 +28,12 @@ class BenchConfig(Config):
     to take for each number of sequences.
     """
     target: str = MISSING
-    """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape, qwen3.5-9b-shape, qwen3.5-small-shape or tiny-shape
-    (random weights), or the folder or name of a model.
+    """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape, gpt-oss-20b-shape, gpt-oss-120b-shape,
+    qwen3.5-9b-shape, qwen3.5-small-shape or tiny-shape (random weights), or the folder or name of a model.
+    """
+    weights: str | None = None
+    """int4, mxfp4 or fp8: the weights of a shape are packed in this scheme, as specgraph.quantise does it; null leaves
+    them in dtype.
     """
     batch_sizes: list[int] | None = None
     """Numbers of sequences that are decoded together; each is measured. null: [1,8,32], and [1,8] for first_token."""
@@ -100,6 +106,7 @@ def check_bench_config(config: BenchConfig) -> None:
     """
     check_kind(config.what)
     _check_numbers(config)
+    _check_weights(config)
     if config.prompts is not None and config.target.endswith("-shape"):
         raise ConfigError(
             f"prompts={config.prompts} needs a tokenizer, and target={config.target} has none; give the folder of a "
@@ -132,6 +139,18 @@ def _check_numbers(config: BenchConfig) -> None:
         value, low = getattr(config, key), 0 if key == "warmup" else 1
         if value is not None and value < low:
             raise ConfigError(f"{key} must be at least {low}, got {value}.")
+
+
+def _check_weights(config: BenchConfig) -> None:
+    if config.weights is None:
+        return
+    if config.weights not in SCHEMES:
+        raise ConfigError(f"weights={config.weights} is no scheme; allowed is {', '.join(SCHEMES)}.")
+    if not config.target.endswith("-shape"):
+        raise ConfigError(
+            f"weights={config.weights} is for shapes, and target={config.target} is none; quantise the model with "
+            "specgraph.quantise and save it, and give its folder."
+        )
 
 
 def _check_files(config: BenchConfig) -> None:

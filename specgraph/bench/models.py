@@ -13,9 +13,19 @@ from specgraph.config import DraftConfig
 from specgraph.config.drafters import drafter_options
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.registry import drafter_class
+from specgraph.schemes.layout import Layout
+from specgraph.schemes.layouts import layout_for
+from specgraph.schemes.random import fill_packed
 
 _COMMON: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
                            "max_position_embeddings": 131072, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "num_experts_per_tok": 4, "sliding_window": 128,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+                        "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096},
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b-shape": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -30,6 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
         "num_experts_per_tok": 8, "moe_intermediate_size": 768, "tie_word_embeddings": False,
     },
+    "gpt-oss-20b-shape": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b-shape": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "qwen3.5-9b-shape": {
         "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
         "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320,
@@ -60,11 +72,30 @@ def shape_config(name: str) -> PretrainedConfig:
     return AutoConfig.for_model(**{"model_type": "llama", **_COMMON, **SHAPES[name]})
 
 
-def random_target(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """A causal LM of a named shape. Its weights are drawn on the device, so the CPU never holds them."""
-    with _building(device, dtype, seed):
+def random_target(
+    name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, weights: str | None = None
+) -> PreTrainedModel:
+    """A causal LM of a named shape. Its weights are drawn on the device, so the CPU never holds them.
+
+    With ``weights``, a scheme of :func:`specgraph.quantise`, each of its weights is drawn and packed by itself, so that
+    the device holds the packed model and one matrix.
+    """
+    with _building(torch.device("meta") if weights else device, dtype, seed):
         built: Any = AutoModelForCausalLM.from_config(shape_config(name), dtype=dtype)
+    if weights is not None:
+        with _building(device, dtype, seed):
+            fill_packed(built, _layout(built, weights), device)
     return built.eval().requires_grad_(False)
+
+
+def _layout(model: PreTrainedModel, weights: str) -> Layout:
+    """How a shape is packed: in groups as large as fit all its layers."""
+    layout = layout_for(model, weights, None, ("lm_head",))
+    if weights != "int4":
+        return layout
+    inputs = {inputs for _, inputs in layout.features(model).values()}
+    sizes = (size for size in (128, 64, 32, 16, 8) if all(count % size == 0 for count in inputs))
+    return layout_for(model, weights, next(sizes, None), ("lm_head",))
 
 
 def random_head(model: PreTrainedModel, draft: DraftConfig, seed: int = 1) -> DraftHead | None:

@@ -203,7 +203,7 @@ def bench_model(options: BenchConfig, device: str, dtype: str) -> PreTrainedMode
 
     if options.target in SHAPES:
         place = torch.device(device)
-        return random_target(options.target, place, dtype_on(dtype, place))
+        return random_target(options.target, place, dtype_on(dtype, place), weights=options.weights)
     return load_model(options.target, device, dtype, options.trust_remote_code, "target")
 
 

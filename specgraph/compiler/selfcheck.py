@@ -49,9 +49,10 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
     include a single row, and together they are longer than two pages, a KV split of attention and, up to
     ``debug.self_check_tokens``, every sliding window.
 
-    In half precision, rounding alone may change a token more than a mistake does: in Gemma 3 270M, one of random tokens
-    grows ten times as large as the others, out of differences. So where a model in half precision differs, a copy in
-    float32 is traced and compared, and that decides.
+    Rounding alone may change a token more than a mistake does. In half precision, one of random tokens grows ten times
+    as large as the others in Gemma 3 270M, out of differences. And where activations are rounded to few bits, the last
+    bit of one decides to which of two numbers it is rounded. So where such a model differs, a copy in a wider dtype is
+    traced and compared, and that decides: in float32, or in float64 if activations are quantised.
 
     Returns a line for the report.
 
@@ -63,10 +64,11 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
     wanted = max([2 * config.cache.block_size + 5, Tiling().kv_split + 5, *(w + 9 for w in windows)])
     length = min(wanted, limits.max_length, traced.info.max_positions or wanted, config.debug.self_check_tokens)
     refusal, precision = _difference(model, traced, length, config), ""
-    if refusal is not None and torch.finfo(traced.info.dtype).bits == 16:
-        wide, rope = own_copy(model, shared=()).float(), traced.info.rope
+    wider = _wider(traced)
+    if refusal is not None and wider is not None:
+        wide, rope = own_copy(model, shared=()).to(wider), traced.info.rope
         again = trace(wide, rope.length if rope else None)
-        refusal, precision = _difference(wide, again, length, config), " in float32"
+        refusal, precision = _difference(wide, again, length, config), f" in {str(wider).removeprefix('torch.')}"
     if refusal is not None:
         raise UnsupportedModelError(refusal)
     skipped = sorted(w for w in windows if w >= length)
@@ -75,6 +77,14 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
         f"cached decoding of {traced.info.name} agrees with its own forward over {length} random tokens{precision}"
         f"{crossed}"
     )
+
+
+def _wider(traced: TracedModel) -> torch.dtype | None:
+    """The dtype that decides where a model differs; None if its own does."""
+    own = torch.finfo(traced.info.dtype).bits
+    if own < 64 and any(linear.scheme.quantises_rows for linear in linears(traced.body.graph)):
+        return torch.float64
+    return torch.float32 if own == 16 else None
 
 
 def _difference(model: PreTrainedModel, traced: TracedModel, length: int, config: Config) -> str | None:

@@ -81,7 +81,7 @@ def packed(form: Format) -> Packed:
     ops = torch.ops.specgraph
     return Packed(
         form.name, ops.packed_linear.default, lowered=ops.packed_linear.default,
-        with_norm=ops.packed_linear_norm.default, takes_norm=not form.quantises_rows,
+        with_norm=ops.packed_linear_norm.default, quantises_rows=form.quantises_rows,
         experts=ops.packed_expert_linear.default, options={"format": form.name}, form=form,
     )  # fmt: skip
 

@@ -24,7 +24,8 @@ class Scheme:
         lowered: the op with an epilogue, ``(x, *weight, bias, residual, sum_sq, *, norm_eps, activation, ...)`` as
             ``specgraph::linear`` has it; None if ``traced`` is what runs, and nothing is fused with it.
         with_norm: the same with the parts of the norm that reads the result, as ``specgraph::linear_norm``; or None.
-        takes_norm: whether ``lowered`` takes ``sum_sq``.
+        quantises_rows: whether the ops round their inputs to few bits, too. Such an op takes no ``sum_sq``, as it needs
+            the rows behind their norm.
         few_rows: a form of ``traced`` for the few rows of a decode step on a CPU; or None.
         experts: the op whose argument ``expert_ids`` says for each row which matrix of a stack it meets,
             ``(x, *weight, bias, expert_ids)``; or None.
@@ -36,7 +37,7 @@ class Scheme:
     weight: tuple[str, ...] = ("weight",)
     lowered: Any = None
     with_norm: Any = None
-    takes_norm: bool = True
+    quantises_rows: bool = False
     few_rows: Callable[..., Tensor] | None = None
     experts: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)

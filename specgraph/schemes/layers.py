@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,32 @@ from specgraph.kernels.packed.formats import format_of
 from specgraph.kernels.packed.linear import packed_linear
 
 
-class PackedLinear(nn.Module):
+class Packed(nn.Module):
+    """A module with a packed weight, whose stored numbers stay as they are when the module is cast.
+
+    Attributes:
+        format: the name of the format, in :data:`~specgraph.kernels.packed.formats.FORMATS`.
+    """
+
+    format: str
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packed:
+        stored = format_of(self.format).stored
+
+        def apply(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            return made.to(stored) if tensor.dtype == stored else made  # a wider dtype holds every number
+
+        return super()._apply(apply, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class PackedLinear(Packed):
     """A linear layer whose weight is packed. Its tensors have the names, dtypes and shapes of the published layout.
 
     Its forward calls the op ``specgraph::packed_linear``, so that a model with such layers runs in transformers, too.
     Gradients do not pass through it.
 
     Attributes:
-        format: the name of the format, in :data:`~specgraph.kernels.packed.formats.FORMATS`.
         in_features: ``I``.
         out_features: ``O``.
         bias: ``[O]`` or None.
@@ -74,21 +92,17 @@ class PackedLinear(nn.Module):
         )
 
 
-class PackedExperts:
+class PackedExperts(Packed):
     """What a mixture of experts with packed stacks is beside its own class, whose gate and activation it keeps.
 
     A stack ``gate_up_proj`` is replaced by tensors whose names begin with it, as the published layout names them, and
     every matrix in it has its outputs first.
-
-    Attributes:
-        format: the name of the format.
     """
 
-    format: str
     forward = experts_hook
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         form = format_of(self.format)
         for name in STACKS:
             key = f"{prefix}{name}{form.stack_parts[0]}"
@@ -111,8 +125,12 @@ def quantise_experts(module: nn.Module, form: Format, group_size: int | None = N
         stack = module.get_parameter(name).detach()
         if getattr(module, "is_transposed", False):
             stack = stack.transpose(1, 2)
-        packed = zip(*(form.quantise(matrix, group_size) for matrix in stack), strict=True)
-        _replace(module, name, form, [torch.stack(parts) for parts in packed])
+        set_stack(module, name, form, (form.quantise(matrix, group_size) for matrix in stack))
+
+
+def set_stack(module: nn.Module, name: str, form: Format, matrices: Iterable[Sequence[Tensor]]) -> None:
+    """Replace a stack of a mixture of experts by packed matrices, each given by its tensors."""
+    _replace(module, name, form, [torch.stack(parts) for parts in zip(*matrices, strict=True)])
 
 
 def empty_experts(module: nn.Module, form: Format, group_size: int | None = None) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.format import Format
-from specgraph.schemes.layers import stacks
+from specgraph.schemes.layers import stack_features, stacks
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,14 @@ class Layout(ABC):
     def experts(self, model: nn.Module) -> dict[str, nn.Module]:
         """The mixtures of experts whose stacks are packed, by their names."""
         return {name: module for name, module in model.named_modules() if any(stacks(module))}
+
+    def features(self, model: nn.Module) -> dict[str, tuple[int, int]]:
+        """The outputs and the inputs of every matrix that is packed, or of each of a stack, by its name."""
+        found = {name: (layer.out_features, layer.in_features) for name, layer in self.linears(model).items()}
+        return found | {
+            f"{name}.{stack}": stack_features(module, stack)
+            for name, module in self.experts(model).items() for stack in stacks(module)
+        }  # fmt: skip
 
 
 def check_stated(name: str, found: object, allowed: object) -> None:

@@ -74,7 +74,7 @@ def load(
     aliases = _check_names(model, files, parts)
     _fill(model, files, aliases, parts, place)
     model.tie_weights(missing_keys=set(aliases), recompute_mapping=False)
-    _make_buffers(model, place)
+    make_buffers(model, place)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.config.quantization_config = stated
@@ -279,7 +279,7 @@ def _check_scales(name: str, value: Tensor, form: Format, file: Path) -> None:
 
 
 @torch.no_grad()
-def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Make the buffers that no file holds, such as the frequencies of rotary embeddings.
 
     That is what ``_init_weights`` of a model does in transformers, which loads models in this way, too. It leaves alone

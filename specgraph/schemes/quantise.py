@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specgraph.errors import InputError, UnsupportedModelError
-from specgraph.schemes.layers import PackedLinear, quantise_experts, stack_features, stacks
+from specgraph.schemes.layers import PackedLinear, quantise_experts
 from specgraph.schemes.layout import Layout
 from specgraph.schemes.layouts import SCHEMES, layout_for
 
@@ -57,9 +57,7 @@ def quantise(
     layers, experts = layout.linears(model), layout.experts(model)
     if not layers and not experts:
         raise UnsupportedModelError(f"{type(model).__name__} has no linear layer but those of ignore, {list(ignore)}.")
-    weights = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
-    weights |= {f"{name}.{stack}": stack_features(x, stack) for name, x in experts.items() for stack in stacks(x)}
-    _check_fits(layout, weights)
+    _check_fits(layout, layout.features(model))
     for name, layer in layers.items():
         model.set_submodule(name, PackedLinear.quantised(layer, layout.form, layout.group_size))
     for module in experts.values():
@@ -68,7 +66,7 @@ def quantise(
     return model
 
 
-def _check_fits(layout: Layout, weights: dict[str, tuple[int, ...]]) -> None:
+def _check_fits(layout: Layout, weights: dict[str, tuple[int, int]]) -> None:
     """Raise InputError unless every weight ``[O, I]`` can be stored."""
     reasons = {name: layout.form.why_not(*shape, layout.group_size) for name, shape in weights.items()}
     name = next((name for name, reason in reasons.items() if reason is not None), None)
