@@ -10,7 +10,7 @@ A stack of weights has a dimension for its experts in front of all others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -117,6 +117,15 @@ class Format:
     def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
         """Round a weight ``[..., O, I]`` to the nearest that the format can hold: the tensors of :attr:`parts`."""
         raise NotImplementedError
+
+    def few_rows_form(
+        self, weight: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+        """What computes a product of few rows in ``dtype`` on a CPU, ``(x, *tensors, bias)``, and its tensors.
+
+        There are as many tensors as the weight has. None if there is no such form.
+        """
+        return None
 
     def quantise_rows(self, x: Tensor) -> Tensor:
         """Rows ``[..., I]`` as the format quantises activations, in the dtype of ``x`` promoted to float32 at least."""

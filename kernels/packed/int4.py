@@ -7,9 +7,12 @@ added, and eight numbers of neighbouring inputs stand in one int32, the first of
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from specgraph.kernels.packed.few_rows import few_rows_int4, int4_tiles
 from specgraph.kernels.packed.format import Format, join_nibbles, nibbles
 
 OFFSET = 8
@@ -35,6 +38,13 @@ class Int4(Format):
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Integers from -8 to 7."""
         return (nibbles(stored) - OFFSET).to(dtype)
+
+    def few_rows_form(
+        self, weight: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+        """PyTorch's kernel, for bfloat16."""
+        tensors = int4_tiles(weight[0], weight[1], dtype)
+        return None if tensors is None else (few_rows_int4, tensors)
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
         """Words and groups have to be full."""

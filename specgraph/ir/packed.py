@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,16 @@ class Packed(Scheme):
     def operands(self, weight: Sequence[object]) -> tuple[object, ...]:
         """One list of all tensors."""
         return (list(weight),)
+
+    def wants_few_rows(self, dtype: torch.dtype) -> bool:
+        """In every dtype but that of checks."""
+        return dtype != torch.float64
+
+    def few_rows_form(
+        self, weight: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+        """The form that the format has, for which tensors are laid out anew."""
+        return self.form.few_rows_form(weight, dtype)
 
     def weight_of(self, module: nn.Module) -> tuple[Tensor, ...] | None:
         """The tensors of every module that holds those of the format, and else at most a bias.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -47,6 +48,19 @@ class Scheme:
         """All ops that it names."""
         named = self.traced, self.lowered, self.with_norm, self.few_rows, self.experts
         return tuple(op for op in named if op is not None)
+
+    def wants_few_rows(self, dtype: torch.dtype) -> bool:
+        """Whether products in ``dtype`` should have a form for few rows, so that one without it is worth a note."""
+        return dtype == torch.float32
+
+    def few_rows_form(
+        self, weight: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+        """What computes ``traced`` for the few rows of a decode step on a CPU, ``(x, *tensors, bias)``; or None.
+
+        The tensors are those of the weight, or take their place one by one.
+        """
+        return None if self.few_rows is None else (self.few_rows, tuple(weight))
 
     def operands(self, weight: Sequence[Any]) -> tuple[Any, ...]:
         """The tensors of a weight, or the nodes that read them, as the ops take them behind ``x``."""
