@@ -174,10 +174,14 @@ def _hopper_covers(given: Linear | LinearNorm) -> bool:
     return _hopper().covers(given.x, given.weight, is_gated(given.activation), given.sum_sq is not None)
 
 
-def _filled(given: Linear | LinearNorm, fill: Callable[[Product], None], pdl: bool | None) -> Any:
-    """The result of a linear layer, and the parts of the norm behind it if it has one."""
+def filled(
+    given: Linear | LinearNorm, fill: Callable[[Product], None], pdl: bool | None, factors: Tensor | None = None
+) -> Any:
+    """The result of a linear layer, and the parts of the norm behind it if it has one.
+
+    ``factors`` are what is multiplied with the weight, if it is not ``x`` itself.
+    """
     x, weight, out = given.x, given.weight, given.x.new_empty(_out_shape(given))
-    require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
     rows = dense_rows(weight)  # a copy is not constant: it is written just before
     residual = None if given.residual is None else as_rows(given.residual)
     next_norm = None
@@ -185,7 +189,7 @@ def _filled(given: Linear | LinearNorm, fill: Callable[[Product], None], pdl: bo
         next_norm = (given.norm_weight, given.norm_offset, *_empty_parts(out))
     if out.numel() > 0:
         fill(Product(
-            out, as_rows(x), rows, given.bias, residual, given.sum_sq, given.norm_eps, given.activation,
+            out, as_rows(x if factors is None else factors), rows, given.bias, residual, given.sum_sq, given.norm_eps, given.activation,
             given.constant_weight and rows is weight, next_norm, supports_pdl(x.device) if pdl is None else pdl,
         ))
     return out if next_norm is None else (out, *next_norm[2:])
@@ -199,12 +203,14 @@ def linear_triton(given: Linear | LinearNorm, *, tiling: Tiles | None = None, pd
             other bits.
         pdl: whether to use programmatic dependent launch; None uses it where it exists.
     """
-    return _filled(given, functools.partial(launch_tiles, tiling=tiling), pdl)
+    _check_dtype(given)
+    return filled(given, functools.partial(launch_tiles, tiling=tiling), pdl)
 
 
 def linear_hopper(given: Linear | LinearNorm, *, pdl: bool | None = None) -> Any:
     """The same by the kernel for few rows on Hopper, which gives the bits of :func:`linear_triton`."""
-    return _filled(given, _hopper().launch, pdl)
+    _check_dtype(given)
+    return filled(given, _hopper().launch, pdl)
 
 
 def norm_parts_triton(given: NormParts, *, pdl: bool | None = None) -> tuple[Tensor, Tensor]:
@@ -213,6 +219,11 @@ def norm_parts_triton(given: NormParts, *, pdl: bool | None = None) -> tuple[Ten
     if given.x.numel() > 0:
         launch_norm_parts(as_rows(given.x), (given.norm_weight, given.norm_offset, *parts), pdl)
     return parts
+
+
+def _check_dtype(given: Linear | LinearNorm) -> None:
+    x, weight = given.x, given.weight
+    require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
 
 
 def _out_shape(given: Linear | LinearNorm) -> tuple[int, ...]:
@@ -232,7 +243,7 @@ def linear_fake(given: Linear | LinearNorm) -> Tensor:
     require(activation in ACTIVATIONS, lambda: f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
     check_shapes(given, weight="O I", x="... I", bias="O")
     outer, inner = weight.shape
-    require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
+    _check_dtype(given)
     if sum_sq is not None:
         wanted = (*x.shape[:-1], -(-inner // NORM_GROUP))
         require(sum_sq.shape == wanted, lambda: f"sum_sq must be {wanted}, not {tuple(sum_sq.shape)}")

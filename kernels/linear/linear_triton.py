@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
+from specgraph.kernels.packed.multiply import multiply_packed, per_word
 
 NORM_GROUP = 64
 """The entries of a norm group, whose squares are summed together. Every tile of a product holds whole groups."""
@@ -141,7 +142,9 @@ def _load_epilogue_operands(
 @triton.jit
 def _multiply(
     weight_rows,
+    scale_rows,
     x_rows,
+    x_scale_rows,
     real,
     k_slice,
     in_features,
@@ -150,8 +153,16 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     BLOCKS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    DOT_K: tl.constexpr,
 ):
     """Compute one slice of the product: ``[BLOCK_O, BLOCK_N]``."""
+    if FORMAT is not None:
+        return multiply_packed(
+            weight_rows, scale_rows, x_rows, x_scale_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K,
+            BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K,
+        )
     acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
     for block in range(BLOCKS):
         k = (k_slice * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -274,6 +285,14 @@ def linear_kernel(
     EARLY: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
+    weight_scale_ptr=None,
+    weight_scale_stride=None,
+    x_scale_ptr=None,
+    x_scale_stride=None,
+    FORMAT: tl.constexpr = None,
+    GROUP: tl.constexpr = 0,
+    DOT_K: tl.constexpr = 0,
+    SCALE_ROWS: tl.constexpr = 1,
 ):
     """One tile of a product with its epilogue.
 
@@ -283,6 +302,9 @@ def linear_kernel(
     ``EARLY`` requests the operands of the epilogue before the product, so that they arrive meanwhile; large tiles do
     not have enough registers for that. ``PREFETCH`` prefetches the first block of the weight before the wait for the
     preceding kernel. This needs no wait because weights are constant.
+
+    A weight in a ``FORMAT`` is read as words, and has scales ``weight_scale_ptr``; so may rows of ``x`` have
+    (:func:`~specgraph.kernels.packed.multiply.multiply_packed`).
     """
     OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     SCALE: tl.constexpr = "sum_sq" if sum_sq_ptr is not None else "none" if scale_ptr is None else "ready"
@@ -304,10 +326,19 @@ def linear_kernel(
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < rows
     x_rows = x_ptr + n.to(tl.int64) * x_stride
+    scale_rows = None
+    x_scale_rows = None
+    if FORMAT is not None:
+        scale_rows = weight_scale_ptr + (weight_row // SCALE_ROWS).to(tl.int64) * weight_scale_stride
+        if x_scale_ptr is not None:
+            x_scale_rows = x_scale_ptr + n.to(tl.int64) * x_scale_stride
 
     if PREFETCH:
-        begin = tl.program_id(1) * BLOCKS * BLOCK_K
-        _prefetch_rows(weight_rows + begin, BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        PER_ELEMENT: tl.constexpr = 1 if FORMAT is None else per_word(FORMAT)
+        begin = tl.program_id(1) * BLOCKS * (BLOCK_K // PER_ELEMENT)
+        _prefetch_rows(
+            weight_rows + begin, BLOCK_K // PER_ELEMENT * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+        )
     gdc_wait(PDL)
     if EARLY:
         sum_sq, residual, norm_weight = _load_epilogue_operands(
@@ -316,13 +347,17 @@ def linear_kernel(
         )
     if SPLIT:
         k_slice = tl.program_id(1)
-        total = _multiply(weight_rows, x_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
+        total = _multiply(
+            weight_rows, scale_rows, x_rows, x_scale_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K,
+            BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K,
+        )
     else:
         total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
         # As one flat loop, the pipeline of loads does not run empty between slices. Larger tiles are slower that way.
         for k_slice in tl.range(SLICES, flatten=BLOCK_O == 64):
             total += _multiply(
-                weight_rows, x_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K
+                weight_rows, scale_rows, x_rows, x_scale_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K,
+                BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K,
             )
     gdc_launch_dependents(PDL)
     finish = True

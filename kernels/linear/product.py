@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -87,8 +87,61 @@ def _wide_tiles(rows: int, out_features: int, in_features: int, slices: int) -> 
     return Tiles(64, 64, 64, slices, True, 4, 6)
 
 
+PACKED_SLICE = 256
+"""Slices of a weight in a format begin at multiples of this number of entries; ``block_k`` divides it."""
+
+
+def packed_slices(out_features: int, in_features: int) -> int:
+    """As :func:`num_slices`, for a weight in a format: there are more programs, which hide each other's latency."""
+    row_tiles, slices = triton.cdiv(out_features, 64), 1
+    while row_tiles * slices < 200 and slices < 8 and in_features >= 4 * slices * PACKED_SLICE:
+        slices *= 2
+    return slices
+
+
+def packed_tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> Tiles:
+    """The tiling of ``rows`` rows and a weight ``[out_features, in_features]`` in a format."""
+    slices = packed_slices(out_features, in_features)
+    if itemsize == 4:
+        return Tiles(64, 16 if rows <= 16 else 32, 128, slices, rows > 256, 4, 2)
+    block_n = min(max(triton.next_power_of_2(rows), 16), 64)
+    if rows <= 64:
+        return Tiles(64, block_n, 128, slices, False, 4, 4)
+    return Tiles(128, 64, 128, slices, True, 8, 3)
+
+
 NextNorm = tuple[Tensor, float, Tensor, Tensor]
 """The norm after a product: its weight, its offset, and the two tensors that receive its parts."""
+
+
+@dataclass(slots=True)
+class Scales:
+    """What a weight in a format has beside its numbers, whose int32 words are the weight of a :class:`Product`.
+
+    Attributes:
+        format: the name of the format.
+        weight: ``[ceil(O / outputs), groups]``.
+        outputs: how many rows of the weight have one scale.
+        group: how many inputs have one scale.
+        dot_k: how many inputs are multiplied at a time.
+        x: ``[rows, groups]`` in float32, if rows are quantised, too.
+    """
+
+    format: str
+    weight: Tensor
+    outputs: int
+    group: int
+    dot_k: int
+    x: Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``linear_kernel`` takes."""
+        x_stride = None if self.x is None else self.x.stride(0)
+        return {
+            "weight_scale_ptr": self.weight, "weight_scale_stride": self.weight.stride(0), "x_scale_ptr": self.x,
+            "x_scale_stride": x_stride, "FORMAT": self.format, "GROUP": self.group, "DOT_K": self.dot_k,
+            "SCALE_ROWS": self.outputs,
+        }  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -128,11 +181,14 @@ def as_rows(x: Tensor) -> Tensor:
     return dense_rows(x.reshape(-1, x.shape[-1]))
 
 
-def launch_tiles(product: Product, tiling: Tiles | None = None) -> None:
-    """Fill the results of ``product``, in the tiles that :func:`tiles` names unless others are given."""
+def launch_tiles(product: Product, tiling: Tiles | None = None, scales: Scales | None = None) -> None:
+    """Fill the results of ``product``, in the tiles that :func:`tiles` or :func:`packed_tiles` names unless others are
+    given. With ``scales`` the weight is in a format.
+    """
     out, x, weight, residual = product.out, product.x, product.weight, product.residual
-    rows, (weight_rows, in_features), pdl = x.shape[0], weight.shape, product.pdl
-    groups, tiling = norm_groups(in_features), tiling or tiles(rows, weight_rows, in_features, x.element_size())
+    (rows, in_features), weight_rows, pdl = x.shape, weight.shape[0], product.pdl
+    choose = tiles if scales is None else packed_tiles
+    groups, tiling = norm_groups(in_features), tiling or choose(rows, weight_rows, in_features, x.element_size())
     if product.gated and product.next_norm:
         tiling = tiling._replace(block_o=128)  # 64 gate and 64 up rows give whole norm groups of the result
     # Each operand of the epilogue may take 32 registers of a thread if it is read before the product.
@@ -143,7 +199,7 @@ def launch_tiles(product: Product, tiling: Tiles | None = None) -> None:
     # In large tiles the norm groups cross warps. A separate launch for the norm's parts is cheaper then.
     fused_norm = product.next_norm if tiling.block_o * tiling.block_n <= 4096 else None
     norm_weight, norm_offset, weighted, out_sum_sq = fused_norm or (None, 0.0, None, None)
-    slices, blocks = slices_of(in_features, tiling.slices, tiling.block_k)
+    slices, blocks = slices_of(in_features, tiling.slices, tiling.block_k, _SLICE_ALIGNMENT if scales is None else PACKED_SLICE)
     tiles_o = triton.cdiv(weight_rows, tiling.block_o)
     num_tiles = tiles_o * triton.cdiv(rows, tiling.block_n)
     serial = tiling.serial or num_tiles > MAX_COUNTERS
@@ -160,6 +216,7 @@ def launch_tiles(product: Product, tiling: Tiles | None = None) -> None:
         GROUPS=groups, SPLIT=not serial and slices > 1, EVEN_K=even, ACTIVATION=product.activation.removesuffix("_mul"),
         GATED=product.gated, EARLY=early, PREFETCH=pdl and even and rows <= 64 and _allows_bulk_copies(weight), PDL=pdl,
         num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False, **launch_options(pdl),
+        **({} if scales is None else scales.arguments()),
     )
     if product.next_norm and not fused_norm:
         launch_norm_parts(as_rows(out), product.next_norm, pdl)
@@ -198,9 +255,11 @@ def launch_norm_parts(rows: Tensor, next_norm: NextNorm, pdl: bool | None) -> No
     )
 
 
-def slices_of(in_features: int, wanted: int, block_k: int) -> tuple[int, int]:
+def slices_of(
+    in_features: int, wanted: int, block_k: int, alignment: int = _SLICE_ALIGNMENT
+) -> tuple[int, int]:
     """The number of slices of the summed dimension, and the number of blocks in each of them."""
-    alignment = max(_SLICE_ALIGNMENT, block_k)
+    alignment = max(alignment, block_k)
     chunks = triton.cdiv(in_features, alignment)
     slices = min(wanted, chunks)
     return slices, triton.cdiv(chunks, slices) * (alignment // block_k)

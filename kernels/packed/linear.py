@@ -8,7 +8,9 @@ scales are taken as they are stored.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from specgraph.kernels.linear.linear import (
     Linear,
     LinearNorm,
     NormParts,
+    filled,
     linear_fake,
     linear_norm_fake,
     linear_reference,
@@ -25,8 +28,10 @@ from specgraph.kernels.linear.linear import (
     norm_parts_reference,
     norm_parts_triton,
 )
+from specgraph.kernels.linear.product import Tiles, launch_tiles
 from specgraph.kernels.ops import declare, not_float64, triton_or_reference
 from specgraph.kernels.packed.formats import format_of
+from specgraph.kernels.packed.operands import packed_operands
 
 
 @dataclass(slots=True)
@@ -99,14 +104,26 @@ def packed_linear_norm_reference(given: PackedLinearNorm) -> tuple[Tensor, Tenso
     return (out, *norm_parts_reference(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
-def packed_linear_triton(given: PackedLinear | PackedLinearNorm) -> Tensor:
-    """:class:`PackedLinear` by the kernel of ``specgraph::linear`` in float32."""
-    return linear_triton(_exact(given)).to(given.x.dtype)  # type: ignore[no-any-return]
+def packed_linear_triton(
+    given: PackedLinear | PackedLinearNorm, *, tiling: Tiles | None = None, pdl: bool | None = None
+) -> Any:
+    """:class:`PackedLinear` or :class:`PackedLinearNorm` by the kernel of ``specgraph::linear``.
 
+    It reads the weight as it is stored. For groups of a size that it does not take, the whole weight is made in
+    float32.
 
-def packed_linear_norm_triton(given: PackedLinearNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """:class:`PackedLinearNorm` by the kernels of ``specgraph::linear`` and ``specgraph::norm_parts``."""
-    out = packed_linear_triton(given)
+    Args:
+        tiling: in place of :func:`~specgraph.kernels.linear.product.packed_tiles`; one with another number of slices
+            may give other bits.
+        pdl: whether to use programmatic dependent launch; None uses it where it exists.
+    """
+    operands = packed_operands(format_of(given.format), given.x, given.weight)
+    if operands is not None:
+        x, words, scales = operands
+        return filled(given.dense(words), functools.partial(launch_tiles, tiling=tiling, scales=scales), pdl, x)
+    out = linear_triton(_exact(given)).to(given.x.dtype)
+    if isinstance(given, PackedLinear):
+        return out
     return (out, *norm_parts_triton(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
@@ -149,6 +166,6 @@ PACKED_LINEAR = declare(
 )
 PACKED_LINEAR_NORM = declare(
     "packed_linear_norm", PackedLinearNorm, _packed_linear_norm_fake,
-    triton_or_reference(packed_linear_norm_triton, packed_linear_norm_reference, covers=not_float64("x")),
+    triton_or_reference(packed_linear_triton, packed_linear_norm_reference, covers=not_float64("x")),
 )
 packed_linear = PACKED_LINEAR.function

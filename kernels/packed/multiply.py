@@ -1,0 +1,235 @@
+"""What is particular to packed weights in the kernels of products: how a tile of stored numbers becomes an operand.
+
+Numbers are read as int32 words of eight (of four bits) or four (of eight bits), and become bfloat16 or float16 in the
+registers in which ``wgmma`` takes them. A quad of lanes holds the inputs of a line of that operand, each lane two
+neighbours of every eight. So that every lane expands words of its own, the inputs of a line are taken in another order,
+which is that of the rows of ``x``, too. Input ``k`` of the operand, in binary from the highest digit, is
+
+    pair of a word | word of a lane | lane of a quad, two digits | one of a pair
+
+and input ``lane | word | pair | one of a pair`` of the weight. Sums have this order for any number of rows.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Whether Triton's interpreter runs the kernels. It has no assembly, so that numbers are made in another way there."""
+
+
+@triton.constexpr_function
+def per_word(FORMAT):
+    """How many numbers a word holds."""
+    return 4 if FORMAT == "fp8_blocks" else 8
+
+
+@triton.constexpr_function
+def _int4_source(PAIR, HALF):
+    """The bits ``0x4300 | n`` are 128 + n in bfloat16, and ``0x6400 | n`` 1024 + n in float16."""
+    magic, offset, kind = ("0x64006400", "0x64086408", "f16") if HALF else ("0x43004300", "0x43084308", "bf16")
+    places = f"0x{4 + PAIR}{4 + PAIR}{PAIR}{PAIR}"
+    return f"""{{
+        .reg .b32 t, o;
+        shr.u32 t, $1, 4;
+        prmt.b32 t, $1, t, {places};
+        lop3.b32 t, t, 0x000F000F, {magic}, 0xEA;
+        mov.b32 o, {offset};
+        sub.rn.{kind}x2 $0, t, o;
+    }}"""
+
+
+@triton.constexpr_function
+def _mxfp4_source(PAIR, HALF, SCALED):
+    """Twice a number is an integer from -12 to 12. Bytes of tables are 64 more than that; ``prmt`` looks up four.
+
+    Where the highest bit of a digit of its selector is set, ``prmt`` gives the sign of a byte, which is 0 here.
+    """
+    magic, offset, kind = ("0x64646464", "0x64406440", "f16") if HALF else ("0x43434343", "0x43404340", "bf16")
+    first = PAIR % 2 * 2
+    shift = "shr.u32 q, $1, 16;" if PAIR >= 2 else "mov.b32 q, $1;"
+    scaled = f"mul.rn.{kind}x2 $0, t, $3;" if SCALED else "mov.b32 $0, t;"
+    return f"""{{
+        .reg .b32 q, n, t, m;
+        {shift}
+        xor.b32 n, q, 0x8888;
+        mov.b32 t, 0x43424140;
+        mov.b32 m, 0x4C484644;
+        prmt.b32 t, t, m, q;
+        mov.b32 q, 0x3D3E3F40;
+        mov.b32 m, 0x34383A3C;
+        prmt.b32 n, q, m, n;
+        or.b32 t, t, n;
+        mov.b32 m, {magic};
+        prmt.b32 t, t, m, 0x4{first + 1}4{first};
+        mov.b32 m, {offset};
+        sub.rn.{kind}x2 t, t, m;
+        {scaled}
+    }}"""
+
+
+@triton.constexpr_function
+def _fp8_source(PAIR):
+    return f"""{{
+        .reg .b16 lo, hi;
+        mov.b32 {{lo, hi}}, $1;
+        cvt.rn.f16x2.e4m3x2 $0, {"hi" if PAIR else "lo"};
+    }}"""
+
+
+@triton.jit
+def _pair_by_definition(words, PAIR: tl.constexpr, FORMAT: tl.constexpr):
+    """One pair of the numbers of every word, which stands twice: ``[O, 2 * W]`` in float32."""
+    one = (tl.arange(0, words.shape[1]) % 2)[None, :]
+    if FORMAT == "fp8_blocks":
+        code = (words >> (16 * PAIR + 8 * one)) & 255
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    code = (words >> (8 * PAIR + 4 * one)) & 15
+    if FORMAT == "int4":
+        return (code - 8).to(tl.float32)
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    double = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+    return tl.where(code >= 8, -double, double).to(tl.float32)
+
+
+@triton.jit
+def _pair(words, factor, PAIR: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """One pair of the numbers of every word, which stands twice: ``[O, 2 * W]``.
+
+    Those of ``mxfp4`` are twice their value, or multiplied with ``factor``, half of a scale, unless it is None.
+    """
+    HALF: tl.constexpr = DTYPE == tl.float16
+    if INTERPRETED:
+        made = _pair_by_definition(words, PAIR, FORMAT)
+        return (made if factor is None else made * factor.to(tl.float32)).to(DTYPE)
+    elif FORMAT == "int4":
+        return tl.inline_asm_elementwise(
+            _int4_source(PAIR, HALF), "=r,r,r", [words], dtype=DTYPE, is_pure=True, pack=2
+        )
+    elif FORMAT == "fp8_blocks":
+        return tl.inline_asm_elementwise(_fp8_source(PAIR), "=r,r,r", [words], dtype=DTYPE, is_pure=True, pack=2)
+    elif factor is None:
+        return tl.inline_asm_elementwise(
+            _mxfp4_source(PAIR, HALF, False), "=r,r,r", [words], dtype=DTYPE, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _mxfp4_source(PAIR, HALF, True), "=r,r,r,r", [words, factor], dtype=DTYPE, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def _by_lane(words):
+    """Reorder ``[O, W]``: from the order of memory, lane by lane, to the one in which lanes take turns."""
+    O: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(words, (O, 4, W // 4)), (0, 2, 1)), (O, W))
+
+
+@triton.jit
+def expand(words, factor, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """The operand ``[O, K]`` in ``DTYPE``, bfloat16 or float16, from ``[O, W]`` words, in the order of :func:`order`.
+
+    ``factor`` ``[O, 4]`` in ``DTYPE`` multiplies the numbers of each quarter of the words, unless it is None.
+    """
+    O: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    twice = tl.reshape(tl.broadcast_to(_by_lane(words)[:, :, None], (O, W, 2)), (O, 2 * W))
+    if factor is not None:
+        factor = tl.reshape(tl.broadcast_to(factor[:, None, :, None], (O, W // 4, 4, 2)), (O, 2 * W))
+    if per_word(FORMAT) == 8:
+        pairs = tl.join(
+            tl.join(_pair(twice, factor, 0, FORMAT, DTYPE), _pair(twice, factor, 2, FORMAT, DTYPE)),
+            tl.join(_pair(twice, factor, 1, FORMAT, DTYPE), _pair(twice, factor, 3, FORMAT, DTYPE)),
+        )
+        return tl.reshape(tl.permute(pairs, (0, 2, 3, 1)), (O, 8 * W))
+    else:
+        pairs = tl.join(_pair(twice, factor, 0, FORMAT, DTYPE), _pair(twice, factor, 1, FORMAT, DTYPE))
+        return tl.reshape(tl.permute(pairs, (0, 2, 1)), (O, 4 * W))
+
+
+@triton.jit
+def order(K: tl.constexpr, PER_WORD: tl.constexpr):
+    """Which input of a block of ``K`` every input of an operand is: ``[K]``."""
+    W: tl.constexpr = K // PER_WORD
+    k = tl.arange(0, K)
+    word = (k // 2) % 4 * (W // 4) + k % (2 * W) // 8
+    return tl.max_contiguous(tl.multiple_of(word * PER_WORD + k // (2 * W) * 2 + k % 2, 2), 2)
+
+
+@triton.jit
+def half_power(exponent, DTYPE: tl.constexpr):
+    """``2 ** (exponent - 128)``, half of a scale of ``mxfp4``, in bfloat16 or float32."""
+    e = exponent.to(tl.int32)
+    if DTYPE == tl.float32:
+        return tl.where(e > 1, (e - 1) << 23, 0x200000 << e).to(tl.float32, bitcast=True)
+    return tl.where(e > 1, (e - 1) << 7, 0x20 << e).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def multiply_packed(
+    word_rows,
+    scale_rows,
+    x_rows,
+    x_scale_rows,
+    real,
+    k_slice,
+    in_features,
+    BLOCK_O: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    DOT_K: tl.constexpr,
+):
+    """Compute one slice of the product: ``[BLOCK_O, BLOCK_N]``.
+
+    ``DOT_K`` inputs are multiplied at a time. Their sum is multiplied with the scale of ``GROUP`` inputs, of which they
+    are a part, or, if they are several groups of ``mxfp4``, their numbers are multiplied with scales beforehand.
+    """
+    PER_WORD: tl.constexpr = per_word(FORMAT)
+    WORDS: tl.constexpr = DOT_K // PER_WORD
+    X_TYPE: tl.constexpr = x_rows.dtype.element_ty
+    NUMBER: tl.constexpr = tl.bfloat16 if X_TYPE == tl.float32 else X_TYPE
+    word = tl.arange(0, WORDS)
+    k = order(DOT_K, PER_WORD)
+    acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+    for block in range(BLOCKS):
+        for part in tl.static_range(BLOCK_K // DOT_K):
+            first = (k_slice * BLOCKS + block) * BLOCK_K + part * DOT_K
+            # ---- words [BLOCK_O, WORDS] and x [DOT_K, BLOCK_N]
+            word_tile = word_rows[:, None] + (first // PER_WORD + word)[None, :]
+            x_tile = x_rows[None, :] + (first + k)[:, None]
+            if EVEN_K:
+                words = tl.load(word_tile)
+                x = tl.load(x_tile, mask=real[None, :], other=0.0)
+            else:
+                words = tl.load(word_tile, mask=(first + word * PER_WORD < in_features)[None, :], other=0)
+                x = tl.load(x_tile, mask=(first + k < in_features)[:, None] & real[None, :], other=0.0)
+            if DOT_K > GROUP:
+                # ---- a quarter of the words belongs to one group: factors [BLOCK_O, 4]
+                tl.static_assert(DOT_K == 4 * GROUP)
+                group = first // GROUP + tl.arange(0, 4)
+                scale_tile = scale_rows[:, None] + group[None, :]
+                if EVEN_K:
+                    exponent = tl.load(scale_tile)
+                else:
+                    exponent = tl.load(scale_tile, mask=(group * GROUP < in_features)[None, :], other=0)
+                factor = half_power(exponent, tl.bfloat16)
+                acc = tl.dot(expand(words, factor, FORMAT, NUMBER).to(X_TYPE), x, acc, input_precision="ieee")
+            else:
+                group = tl.minimum(first, in_features - 1) // GROUP
+                scale = tl.load(scale_rows + group)
+                scale = half_power(scale, tl.float32) if FORMAT == "mxfp4" else scale.to(tl.float32)
+                scale = tl.broadcast_to(scale[:, None], (BLOCK_O, BLOCK_N))
+                if x_scale_rows is not None:
+                    scale *= tl.load(x_scale_rows + group, mask=real, other=0.0)[None, :]
+                sums = tl.dot(expand(words, None, FORMAT, NUMBER).to(X_TYPE), x, input_precision="ieee")
+                acc = tl.fma(sums, scale, acc)
+    return acc

@@ -1,0 +1,99 @@
+"""What the kernels of products read of rows and of a weight in a format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.launch import dense_rows, gdc_launch_dependents, gdc_wait, launch
+from specgraph.kernels.linear.product import Scales, as_rows
+from specgraph.kernels.packed.format import Format
+from specgraph.kernels.packed.fp8 import BLOCK, LARGEST
+
+LARGEST_DOT = 128
+"""How many inputs are multiplied at a time, at most."""
+LEAST_DOT = 32
+"""How many they are at least: a word for each lane of a quad."""
+
+
+def packed_operands(form: Format, x: Tensor, weight: Sequence[Tensor]) -> tuple[Tensor, Tensor, Scales] | None:
+    """The rows, the words and the scales of a product, or None if the kernels do not take the weight.
+
+    Args:
+        form: the format.
+        x: ``[..., I]`` in bfloat16, float16 or float32.
+        weight: the tensors of a weight ``[..., O, I]``.
+    """
+    inputs, scale = x.shape[-1], dense_rows(weight[1])
+    outputs, group = form.block(inputs, scale)
+    dot_k = min(math.gcd(group, LARGEST_DOT), LARGEST_DOT)
+    if form.name == "mxfp4" and x.dtype != torch.float16:  # a number times its scale is exact but in float16
+        dot_k = 4 * group
+    numbers = dense_rows(weight[0])
+    per_word = 4 // numbers.element_size() * form.per_element
+    if dot_k < LEAST_DOT or inputs % per_word != 0 or scale.dtype == torch.float64 or not _holds_words(numbers):
+        return None
+    rows, x_scale = quantised_rows(x) if form.quantises_rows else (x, None)
+    scales = Scales(form.name, scale, outputs, group, dot_k, x_scale)
+    return rows, numbers.view(torch.int32), scales
+
+
+def _holds_words(numbers: Tensor) -> bool:
+    """Whether numbers can be read as int32."""
+    size = numbers.element_size()
+    places = (numbers.storage_offset(), *numbers.stride()[:-1])
+    return size == 4 or all(place * size % 4 == 0 for place in places)
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def quantise_rows_kernel(  # type: ignore[no-untyped-def]
+    numbers, scales, x, x_stride, rows, features, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Quantise rows to numbers e4m3 and a scale for each block. The grid is (blocks, groups of rows)."""
+    block = tl.program_id(0)
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    k = block * BLOCK + tl.arange(0, BLOCK)
+    real = n < rows
+    mask = real[:, None] & (k < features)[None, :]
+    gdc_wait(PDL)
+    gdc_launch_dependents(PDL)
+    # ---- values, a block of every row: [ROWS, BLOCK]
+    values = tl.load(x + n.to(tl.int64)[:, None] * x_stride + k[None, :], mask=mask, other=0.0).to(tl.float32)
+    top = tl.max(tl.abs(values), axis=1)
+    scale = tl.where(top > 0.0, tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32)), 1.0)
+    values = tl.div_rn(values, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)))
+    values = tl.where(values > LARGEST, LARGEST, tl.where(values < -LARGEST, -LARGEST, values))
+    # A number e4m3 is a multiple of 2 ** -3 of its power of two, and of 2 ** -9. Sums with 1.5 * 2 ** 23 times that
+    # are rounded there, half to even.
+    exponent = tl.maximum((values.to(tl.int32, bitcast=True) >> 23) & 255, 121)
+    large = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    values = (values + large) - large
+    tl.store(numbers + n.to(tl.int64)[:, None] * features + k[None, :], values.to(tl.float16), mask=mask)
+    tl.store(scales + n.to(tl.int64) * tl.num_programs(0) + block, scale, mask=real)
+
+
+def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What :meth:`~specgraph.kernels.packed.fp8.Fp8Blocks.quantise_rows` multiplies.
+
+    Returns:
+        The numbers of rows ``[rows, I]``, in float16, which has all of them, and their scales ``[rows, ceil(I / 128)]``
+        in float32.
+    """
+    given = as_rows(x)
+    rows, features = given.shape
+    blocks = triton.cdiv(features, BLOCK)
+    numbers = given.new_empty((rows, features), dtype=torch.float16)
+    scales = given.new_empty((rows, blocks), dtype=torch.float32)
+    at_once = 1 if rows <= 64 else 8
+    launch(
+        quantise_rows_kernel, (blocks, triton.cdiv(rows, at_once)), numbers, scales, given, given.stride(0), rows,
+        features, LARGEST=LARGEST, ROWS=at_once, BLOCK=BLOCK, num_warps=1 if at_once == 1 else 4,
+        enable_fp_fusion=False,
+    )
+    return numbers, scales
