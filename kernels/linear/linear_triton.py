@@ -163,18 +163,19 @@ def _multiply(
             weight_rows, scale_rows, x_rows, x_scale_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K,
             BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K,
         )
-    acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
-    for block in range(BLOCKS):
-        k = (k_slice * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            w = tl.load(weight_rows[:, None] + k[None, :])
-            x = tl.load(x_rows[None, :] + k[:, None], mask=real[None, :], other=0.0)
-        else:
-            inside = k < in_features
-            w = tl.load(weight_rows[:, None] + k[None, :], mask=inside[None, :], other=0.0)
-            x = tl.load(x_rows[None, :] + k[:, None], mask=inside[:, None] & real[None, :], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
-    return acc
+    else:
+        acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+        for block in range(BLOCKS):
+            k = (k_slice * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
+            if EVEN_K:
+                w = tl.load(weight_rows[:, None] + k[None, :])
+                x = tl.load(x_rows[None, :] + k[:, None], mask=real[None, :], other=0.0)
+            else:
+                inside = k < in_features
+                w = tl.load(weight_rows[:, None] + k[None, :], mask=inside[None, :], other=0.0)
+                x = tl.load(x_rows[None, :] + k[:, None], mask=inside[:, None] & real[None, :], other=0.0)
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+        return acc
 
 
 @triton.jit

@@ -81,6 +81,13 @@ def _fp8_source(PAIR):
     }}"""
 
 
+@triton.constexpr_function
+def _source(PAIR, FORMAT, HALF, SCALED):
+    if FORMAT == "int4":
+        return _int4_source(PAIR, HALF)
+    return _fp8_source(PAIR) if FORMAT == "fp8_blocks" else _mxfp4_source(PAIR, HALF, SCALED)
+
+
 @triton.jit
 def _pair_by_definition(words, PAIR: tl.constexpr, FORMAT: tl.constexpr):
     """One pair of the numbers of every word, which stands twice: ``[O, 2 * W]`` in float32."""
@@ -106,20 +113,16 @@ def _pair(words, factor, PAIR: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.con
     if INTERPRETED:
         made = _pair_by_definition(words, PAIR, FORMAT)
         return (made if factor is None else made * factor.to(tl.float32)).to(DTYPE)
-    elif FORMAT == "int4":
-        return tl.inline_asm_elementwise(
-            _int4_source(PAIR, HALF), "=r,r,r", [words], dtype=DTYPE, is_pure=True, pack=2
-        )
-    elif FORMAT == "fp8_blocks":
-        return tl.inline_asm_elementwise(_fp8_source(PAIR), "=r,r,r", [words], dtype=DTYPE, is_pure=True, pack=2)
     elif factor is None:
         return tl.inline_asm_elementwise(
-            _mxfp4_source(PAIR, HALF, False), "=r,r,r", [words], dtype=DTYPE, is_pure=True, pack=2
-        )
+            _source(PAIR, FORMAT, HALF, False), "=r,r,r", [words], dtype=tl.float16 if HALF else tl.bfloat16,
+            is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            _mxfp4_source(PAIR, HALF, True), "=r,r,r,r", [words, factor], dtype=DTYPE, is_pure=True, pack=2
-        )
+            _source(PAIR, FORMAT, HALF, True), "=r,r,r,r", [words, factor], dtype=tl.float16 if HALF else tl.bfloat16,
+            is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
