@@ -165,12 +165,14 @@ def order(K: tl.constexpr, PER_WORD: tl.constexpr):
 
 
 @triton.jit
-def half_power(exponent, DTYPE: tl.constexpr):
-    """``2 ** (exponent - 128)``, half of a scale of ``mxfp4``, in bfloat16 or float32."""
+def half_power(exponent, SINGLE: tl.constexpr):
+    """``2 ** (exponent - 128)``, half of a scale of ``mxfp4``, in float32 if ``SINGLE``, else in bfloat16."""
     e = exponent.to(tl.int32)
-    if DTYPE == tl.float32:
-        return tl.where(e > 1, (e - 1) << 23, 0x200000 << e).to(tl.float32, bitcast=True)
-    return tl.where(e > 1, (e - 1) << 7, 0x20 << e).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    if SINGLE:
+        power = tl.where(e > 1, (e - 1) << 23, 0x200000 << e).to(tl.float32, bitcast=True)
+    else:
+        power = tl.where(e > 1, (e - 1) << 7, 0x20 << e).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return power
 
 
 @triton.jit
@@ -224,12 +226,12 @@ def multiply_packed(
                     exponent = tl.load(scale_tile)
                 else:
                     exponent = tl.load(scale_tile, mask=(group * GROUP < in_features)[None, :], other=0)
-                factor = half_power(exponent, tl.bfloat16)
+                factor = half_power(exponent, False)
                 acc = tl.dot(expand(words, factor, FORMAT, NUMBER).to(X_TYPE), x, acc, input_precision="ieee")
             else:
                 group = tl.minimum(first, in_features - 1) // GROUP
                 scale = tl.load(scale_rows + group)
-                scale = half_power(scale, tl.float32) if FORMAT == "mxfp4" else scale.to(tl.float32)
+                scale = half_power(scale, True) if FORMAT == "mxfp4" else scale.to(tl.float32)
                 scale = tl.broadcast_to(scale[:, None], (BLOCK_O, BLOCK_N))
                 if x_scale_rows is not None:
                     scale *= tl.load(x_scale_rows + group, mask=real, other=0.0)[None, :]
