@@ -35,11 +35,12 @@ def _int4_source(PAIR, HALF):
     places = f"0x{4 + PAIR}{4 + PAIR}{PAIR}{PAIR}"
     return f"""{{
         .reg .b32 t, o;
-        shr.u32 t, $1, 4;
-        prmt.b32 t, $1, t, {places};
+        shr.u32 t, $2, 4;
+        prmt.b32 t, $2, t, {places};
         lop3.b32 t, t, 0x000F000F, {magic}, 0xEA;
         mov.b32 o, {offset};
-        sub.rn.{kind}x2 $0, t, o;
+        sub.rn.{kind}x2 t, t, o;
+        mov.b32 {{$0, $1}}, t;
     }}"""
 
 
@@ -51,8 +52,8 @@ def _mxfp4_source(PAIR, HALF, SCALED):
     """
     magic, offset, kind = ("0x64646464", "0x64406440", "f16") if HALF else ("0x43434343", "0x43404340", "bf16")
     first = PAIR % 2 * 2
-    shift = "shr.u32 q, $1, 16;" if PAIR >= 2 else "mov.b32 q, $1;"
-    scaled = f"mul.rn.{kind}x2 $0, t, $3;" if SCALED else "mov.b32 $0, t;"
+    shift = "shr.u32 q, $2, 16;" if PAIR >= 2 else "mov.b32 q, $2;"
+    scaled = f"mov.b32 m, {{$3, $3}}; mul.rn.{kind}x2 t, t, m;" if SCALED else ""
     return f"""{{
         .reg .b32 q, n, t, m;
         {shift}
@@ -69,6 +70,7 @@ def _mxfp4_source(PAIR, HALF, SCALED):
         mov.b32 m, {offset};
         sub.rn.{kind}x2 t, t, m;
         {scaled}
+        mov.b32 {{$0, $1}}, t;
     }}"""
 
 
@@ -76,8 +78,10 @@ def _mxfp4_source(PAIR, HALF, SCALED):
 def _fp8_source(PAIR):
     return f"""{{
         .reg .b16 lo, hi;
-        mov.b32 {{lo, hi}}, $1;
-        cvt.rn.f16x2.e4m3x2 $0, {"hi" if PAIR else "lo"};
+        .reg .b32 t;
+        mov.b32 {{lo, hi}}, $2;
+        cvt.rn.f16x2.e4m3x2 t, {"hi" if PAIR else "lo"};
+        mov.b32 {{$0, $1}}, t;
     }}"""
 
 
@@ -89,70 +93,71 @@ def _source(PAIR, FORMAT, HALF, SCALED):
 
 
 @triton.jit
-def _pair_by_definition(words, PAIR: tl.constexpr, FORMAT: tl.constexpr):
-    """One pair of the numbers of every word, which stands twice: ``[O, 2 * W]`` in float32."""
-    one = (tl.arange(0, words.shape[1]) % 2)[None, :]
+def _number(words, PLACE: tl.constexpr, FORMAT: tl.constexpr):
+    """The number at one place of every word, in float32."""
     if FORMAT == "fp8_blocks":
-        code = (words >> (16 * PAIR + 8 * one)) & 255
-        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    code = (words >> (8 * PAIR + 4 * one)) & 15
-    if FORMAT == "int4":
-        return (code - 8).to(tl.float32)
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    double = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
-    return tl.where(code >= 8, -double, double).to(tl.float32)
+        code = (words >> (8 * PLACE)) & 255
+        number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        code = (words >> (4 * PLACE)) & 15
+        if FORMAT == "int4":
+            number = (code - 8).to(tl.float32)
+        else:
+            exponent, mantissa = (code >> 1) & 3, code & 1
+            double = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+            number = tl.where(code >= 8, -double, double).to(tl.float32)
+    return number
 
 
 @triton.jit
-def _pair(words, factor, PAIR: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """One pair of the numbers of every word, which stands twice: ``[O, 2 * W]``.
+def _pair(words, factor, PAIR: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """One pair of the numbers of every word: ``[O, W, 2]``, in float16 if ``HALF``, else in bfloat16.
 
     Those of ``mxfp4`` are twice their value, or multiplied with ``factor``, half of a scale, unless it is None.
     """
-    HALF: tl.constexpr = DTYPE == tl.float16
+    KIND: tl.constexpr = tl.float16 if HALF else tl.bfloat16
     if INTERPRETED:
-        made = _pair_by_definition(words, PAIR, FORMAT)
-        return (made if factor is None else made * factor.to(tl.float32)).to(DTYPE)
+        first = _number(words, 2 * PAIR, FORMAT)
+        second = _number(words, 2 * PAIR + 1, FORMAT)
+        if factor is not None:
+            first *= factor.to(tl.float32)
+            second *= factor.to(tl.float32)
+        first = first.to(KIND)
+        second = second.to(KIND)
     elif factor is None:
-        return tl.inline_asm_elementwise(
-            _source(PAIR, FORMAT, HALF, False), "=r,r,r", [words], dtype=tl.float16 if HALF else tl.bfloat16,
-            is_pure=True, pack=2,
+        first, second = tl.inline_asm_elementwise(
+            _source(PAIR, FORMAT, HALF, False), "=h,=h,r", [words],
+            dtype=(tl.float16, tl.float16) if HALF else (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        return tl.inline_asm_elementwise(
-            _source(PAIR, FORMAT, HALF, True), "=r,r,r,r", [words, factor], dtype=tl.float16 if HALF else tl.bfloat16,
-            is_pure=True, pack=2,
+        first, second = tl.inline_asm_elementwise(
+            _source(PAIR, FORMAT, HALF, True), "=h,=h,r,h", [words, factor],
+            dtype=(tl.float16, tl.float16) if HALF else (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
         )  # fmt: skip
+    return tl.join(first, second)
 
 
 @triton.jit
-def _by_lane(words):
-    """Reorder ``[O, W]``: from the order of memory, lane by lane, to the one in which lanes take turns."""
-    O: tl.constexpr = words.shape[0]
-    W: tl.constexpr = words.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(words, (O, 4, W // 4)), (0, 2, 1)), (O, W))
+def expand(words, factor, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """The operand ``[O, K]`` from ``[O, W]`` words, in the order of :func:`order`: float16 if ``HALF``, or bfloat16.
 
-
-@triton.jit
-def expand(words, factor, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """The operand ``[O, K]`` in ``DTYPE``, bfloat16 or float16, from ``[O, W]`` words, in the order of :func:`order`.
-
-    ``factor`` ``[O, 4]`` in ``DTYPE`` multiplies the numbers of each quarter of the words, unless it is None.
+    ``factor`` ``[O, 4]`` in bfloat16 multiplies the numbers of each quarter of the words, unless it is None.
     """
     O: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
-    twice = tl.reshape(tl.broadcast_to(_by_lane(words)[:, :, None], (O, W, 2)), (O, 2 * W))
+    # ---- from the order of memory, lane by lane, to the one in which lanes take turns
+    words = tl.reshape(tl.permute(tl.reshape(words, (O, 4, W // 4)), (0, 2, 1)), (O, W))
     if factor is not None:
-        factor = tl.reshape(tl.broadcast_to(factor[:, None, :, None], (O, W // 4, 4, 2)), (O, 2 * W))
+        factor = tl.reshape(tl.broadcast_to(factor[:, None, :], (O, W // 4, 4)), (O, W))
     if per_word(FORMAT) == 8:
         pairs = tl.join(
-            tl.join(_pair(twice, factor, 0, FORMAT, DTYPE), _pair(twice, factor, 2, FORMAT, DTYPE)),
-            tl.join(_pair(twice, factor, 1, FORMAT, DTYPE), _pair(twice, factor, 3, FORMAT, DTYPE)),
+            tl.join(_pair(words, factor, 0, FORMAT, HALF), _pair(words, factor, 2, FORMAT, HALF)),
+            tl.join(_pair(words, factor, 1, FORMAT, HALF), _pair(words, factor, 3, FORMAT, HALF)),
         )
-        return tl.reshape(tl.permute(pairs, (0, 2, 3, 1)), (O, 8 * W))
+        return tl.reshape(tl.permute(pairs, (0, 3, 4, 1, 2)), (O, 8 * W))
     else:
-        pairs = tl.join(_pair(twice, factor, 0, FORMAT, DTYPE), _pair(twice, factor, 1, FORMAT, DTYPE))
-        return tl.reshape(tl.permute(pairs, (0, 2, 1)), (O, 4 * W))
+        pairs = tl.join(_pair(words, factor, 0, FORMAT, HALF), _pair(words, factor, 1, FORMAT, HALF))
+        return tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (O, 4 * W))
 
 
 @triton.jit
@@ -201,7 +206,7 @@ def multiply_packed(
     PER_WORD: tl.constexpr = per_word(FORMAT)
     WORDS: tl.constexpr = DOT_K // PER_WORD
     X_TYPE: tl.constexpr = x_rows.dtype.element_ty
-    NUMBER: tl.constexpr = tl.bfloat16 if X_TYPE == tl.float32 else X_TYPE
+    HALF: tl.constexpr = X_TYPE == tl.float16
     word = tl.arange(0, WORDS)
     k = order(DOT_K, PER_WORD)
     acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
@@ -227,7 +232,7 @@ def multiply_packed(
                 else:
                     exponent = tl.load(scale_tile, mask=(group * GROUP < in_features)[None, :], other=0)
                 factor = half_power(exponent, False)
-                acc = tl.dot(expand(words, factor, FORMAT, NUMBER).to(X_TYPE), x, acc, input_precision="ieee")
+                acc = tl.dot(expand(words, factor, FORMAT, HALF).to(X_TYPE), x, acc, input_precision="ieee")
             else:
                 group = tl.minimum(first, in_features - 1) // GROUP
                 scale = tl.load(scale_rows + group)
@@ -235,6 +240,6 @@ def multiply_packed(
                 scale = tl.broadcast_to(scale[:, None], (BLOCK_O, BLOCK_N))
                 if x_scale_rows is not None:
                     scale *= tl.load(x_scale_rows + group, mask=real, other=0.0)[None, :]
-                sums = tl.dot(expand(words, None, FORMAT, NUMBER).to(X_TYPE), x, input_precision="ieee")
+                sums = tl.dot(expand(words, None, FORMAT, HALF).to(X_TYPE), x, input_precision="ieee")
                 acc = tl.fma(sums, scale, acc)
     return acc
