@@ -29,7 +29,9 @@ from torch.nn import functional
 
 from specgraph.kernels.checks import check_shapes
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
+from specgraph.kernels.linear.product import Scales
 from specgraph.kernels.ops import declare, triton_or_reference
+from specgraph.kernels.packed.multiply import multiply_packed
 
 
 @dataclass(slots=True)
@@ -90,6 +92,13 @@ def tiles(rows: int, experts: int, inner: int, itemsize: int) -> Tiles:
     return Tiles(64, 16, block_k, 4, 4 if itemsize == 2 else 2)
 
 
+def packed_tiles(rows: int, experts: int, itemsize: int) -> Tiles:
+    """The tiling of weights in a format."""
+    if itemsize == 2 and rows > 32 * experts:
+        return Tiles(64, 64, 128, 4, 3)
+    return Tiles(64, 16, 128, 4, 4 if itemsize == 2 else 2)
+
+
 _GROUP_BLOCK = 512
 
 
@@ -116,9 +125,14 @@ def _group_kernel(order, counts, expert_ids, num_rows, BLOCK: tl.constexpr, PDL:
 def _expert_linear_kernel(
     out, x, weight, bias, order, counts, num_rows, stride_e, stride_o, stride_k, INNER: tl.constexpr,
     OUTER: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, weight_scale_ptr=None, weight_scale_stride=None, x_scale_ptr=None, x_scale_stride=None,
+    FORMAT: tl.constexpr = None, GROUP: tl.constexpr = 0, DOT_K: tl.constexpr = 0, SCALE_ROWS: tl.constexpr = 1,
+    scale_stride_e=None,
 ):
-    """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts)."""
+    """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
+
+    Weights in a ``FORMAT`` are read as words, and have scales (:mod:`specgraph.kernels.packed.multiply`).
+    """
     gdc_wait(PDL)
     expert = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -131,19 +145,32 @@ def _expert_linear_kernel(
     while first < count:
         real = first + column < count
         row = tl.load(order + expert * num_rows + first + column, mask=real, other=0).to(tl.int64)
-        # ---- total = weight x^T, BLOCK_K inputs at a time: [BLOCK_O, BLOCK_K] x [BLOCK_K, BLOCK_N]
-        total = tl.zeros((BLOCK_O, BLOCK_N), EXACT)
-        for start in range(0, INNER, BLOCK_K):
-            inside = start + k < INNER
-            matrix = tl.load(
-                tile + (start + k).to(tl.int64)[None, :] * stride_k,
-                mask=(o < OUTER)[:, None] & inside[None, :],
-                other=0.0,
+        if FORMAT is not None:
+            # ---- total = weight x^T, rows past the end of a weight being its last: [BLOCK_O, BLOCK_N]
+            inside = tl.minimum(o, OUTER - 1).to(tl.int64)
+            x_scale_rows = None
+            if x_scale_ptr is not None:
+                x_scale_rows = x_scale_ptr + row * x_scale_stride
+            total = multiply_packed(
+                weight + expert * stride_e + inside * stride_o,
+                weight_scale_ptr + expert * scale_stride_e + inside // SCALE_ROWS * weight_scale_stride,
+                x + row * INNER, x_scale_rows, real, 0, INNER, BLOCK_O, BLOCK_N, BLOCK_K,
+                (INNER + BLOCK_K - 1) // BLOCK_K, INNER % BLOCK_K == 0, FORMAT, GROUP, DOT_K,
             )
-            columns = tl.load(
-                x + row[None, :] * INNER + (start + k)[:, None], mask=real[None, :] & inside[:, None], other=0.0
-            )
-            total = tl.dot(matrix, columns, total, input_precision="ieee", out_dtype=EXACT)
+        else:
+            # ---- total = weight x^T, BLOCK_K inputs at a time: [BLOCK_O, BLOCK_K] x [BLOCK_K, BLOCK_N]
+            total = tl.zeros((BLOCK_O, BLOCK_N), EXACT)
+            for start in range(0, INNER, BLOCK_K):
+                inside = start + k < INNER
+                matrix = tl.load(
+                    tile + (start + k).to(tl.int64)[None, :] * stride_k,
+                    mask=(o < OUTER)[:, None] & inside[None, :],
+                    other=0.0,
+                )
+                columns = tl.load(
+                    x + row[None, :] * INNER + (start + k)[:, None], mask=real[None, :] & inside[:, None], other=0.0
+                )
+                total = tl.dot(matrix, columns, total, input_precision="ieee", out_dtype=EXACT)
         # ---- out = total + bias: [BLOCK_O, BLOCK_N]
         if bias is not None:
             total += tl.load(bias + expert * OUTER + o, mask=o < OUTER, other=0.0).to(EXACT)[:, None]
@@ -155,25 +182,31 @@ def _expert_linear_kernel(
 
 def expert_linear_triton(given: ExpertLinear) -> Tensor:
     """:class:`ExpertLinear` in two kernels, which read ids on the device."""
-    x, weight, bias, ids = given.x, given.weight, given.bias, given.expert_ids
     experts, inner, outer = given.sizes
-    stride_e, stride_o, stride_k = weight.stride()
-    if given.transposed:
-        stride_o, stride_k = stride_k, stride_o
-    rows = x.shape[0]
-    out = x.new_empty(rows, outer)
+    tiling = tiles(given.x.shape[0], experts, inner, given.x.element_size())
+    out = given.x.new_empty(given.x.shape[0], outer)
+    launch_experts(out, given.x, given.weight.mT if given.transposed else given.weight, given.bias, given.expert_ids, tiling)
+    return out
+
+
+def launch_experts(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, tiling: Tiles,
+    scales: Scales | None = None,
+) -> None:  # fmt: skip
+    """Fill ``out`` ``[S, O]`` with :class:`ExpertLinear` of a weight ``[E, O, I]``, or of its words and ``scales``."""
     if out.numel() == 0:
-        return out
-    order, counts = ids.new_empty((experts, rows), dtype=torch.int32), ids.new_empty(experts)
-    launch(_group_kernel, (experts,), order, counts, ids.contiguous(), rows, BLOCK=_GROUP_BLOCK, num_warps=4)
-    tiling = tiles(rows, experts, inner, x.element_size())
+        return
+    (rows, outer), inner, experts = out.shape, x.shape[1], weight.shape[0]
+    order, counts = expert_ids.new_empty((experts, rows), dtype=torch.int32), expert_ids.new_empty(experts)
+    launch(_group_kernel, (experts,), order, counts, expert_ids.contiguous(), rows, BLOCK=_GROUP_BLOCK, num_warps=4)
+    packed = {} if scales is None else {**scales.arguments(), "scale_stride_e": scales.weight.stride(0)}
     launch(
         _expert_linear_kernel, (triton.cdiv(outer, tiling.block_o), experts), out, x.contiguous(), weight,
-        None if bias is None else bias.contiguous(), order, counts, rows, stride_e, stride_o, stride_k, INNER=inner,
-        OUTER=outer, BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        None if bias is None else bias.contiguous(), order, counts, rows, *weight.stride(), INNER=inner, OUTER=outer,
+        BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         EXACT=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=tiling.warps, num_stages=tiling.stages,
+        **packed,
     )
-    return out
 
 
 def _expert_linear_fake(given: ExpertLinear) -> Tensor:

@@ -120,7 +120,7 @@ class Scales:
 
     Attributes:
         format: the name of the format.
-        weight: ``[ceil(O / outputs), groups]``.
+        weight: ``[ceil(O / outputs), groups]``, with the experts in front where there are any.
         outputs: how many rows of the weight have one scale.
         group: how many inputs have one scale.
         dot_k: how many inputs are multiplied at a time.
@@ -138,7 +138,7 @@ class Scales:
         """What ``linear_kernel`` takes."""
         x_stride = None if self.x is None else self.x.stride(0)
         return {
-            "weight_scale_ptr": self.weight, "weight_scale_stride": self.weight.stride(0), "x_scale_ptr": self.x,
+            "weight_scale_ptr": self.weight, "weight_scale_stride": self.weight.stride(-2), "x_scale_ptr": self.x,
             "x_scale_stride": x_stride, "FORMAT": self.format, "GROUP": self.group, "DOT_K": self.dot_k,
             "SCALE_ROWS": self.outputs,
         }  # fmt: skip

@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import check_shapes, require
-from specgraph.kernels.linear.experts import ExpertLinear, expert_linear_triton
+from specgraph.kernels.linear.experts import (
+    ExpertLinear,
+    Tiles,
+    expert_linear_triton,
+    launch_experts,
+    packed_tiles,
+)
 from specgraph.kernels.linear.linear import Linear, linear_reference
 from specgraph.kernels.ops import declare, not_float64, triton_or_reference
 from specgraph.kernels.packed.formats import format_of
+from specgraph.kernels.packed.operands import packed_operands
 
 
 @dataclass(slots=True)
@@ -54,12 +61,23 @@ def packed_expert_linear_reference(given: PackedExpertLinear) -> Tensor:
     return out
 
 
-def packed_expert_linear_triton(given: PackedExpertLinear) -> Tensor:
-    """:class:`PackedExpertLinear` by the kernel of ``specgraph::expert_linear`` in float32."""
-    form = format_of(given.format)
-    rows, weight = form.quantise_rows(given.x).float(), form.dequantise(given.weight, torch.float32)
-    bias = None if given.bias is None else given.bias.float()
-    return expert_linear_triton(ExpertLinear(rows, weight, bias, given.expert_ids)).to(given.x.dtype)
+def packed_expert_linear_triton(given: PackedExpertLinear, *, tiling: Tiles | None = None) -> Tensor:
+    """:class:`PackedExpertLinear` by the kernels of ``specgraph::expert_linear``.
+
+    They read the weights as they are stored. For groups of a size that they do not take, whole weights are made in
+    float32.
+    """
+    form, x, weight = format_of(given.format), given.x, given.weight
+    operands = packed_operands(form, x, weight)
+    if operands is None:
+        rows, dense = form.quantise_rows(x).float(), form.dequantise(weight, torch.float32)
+        bias = None if given.bias is None else given.bias.float()
+        return expert_linear_triton(ExpertLinear(rows, dense, bias, given.expert_ids)).to(x.dtype)
+    out = x.new_empty(x.shape[0], weight[0].shape[1])
+    factors, words, scales = operands
+    tiling = tiling or packed_tiles(x.shape[0], words.shape[0], factors.element_size())
+    launch_experts(out, factors, words, given.bias, given.expert_ids, tiling, scales)
+    return out
 
 
 def _packed_expert_linear_fake(given: PackedExpertLinear) -> Tensor:
