@@ -1,11 +1,12 @@
 """Checks and times products with packed weights on a GPU, for several tilings.
 
-    python -m benchmarks.packed_products [--formats int4 mxfp4 fp8_blocks] [--rows 1 8 32] [--products qkv o gate_up down]
-        [--tilings 64x128x4x4x4 128x128x4x4x2] [--seconds 140] [--no-check]
+    python -m benchmarks.packed_products [--formats int4 mxfp4 fp8_blocks] [--rows 1 8 32] [--products qkv o]
+        [--experts experts_down] [--tilings 64x128x4x4x4 128x128x4x4x2] [--seconds 140] [--no-check]
 
-A tiling is ``BLOCK_O x BLOCK_K x warps x stages x slices``; 0 slices are those of the table, and ``table`` is the table's
-choice. Products are those of Llama-3-8B. Other processes compile the kernels first. Times are microseconds of one
-product in a CUDA graph that holds so many of them that no weight is still in the L2 cache.
+A tiling is ``BLOCK_O x BLOCK_K x warps x stages x slices``; 0 slices are those of the table, and ``table`` is the
+table's choice. Products are those of Llama-3-8B and, with experts, of gpt-oss-20b. Other processes compile the kernels
+first. Times are microseconds of one product in a CUDA graph that holds so many of them that no weight is still in the
+L2 cache.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from torch import Tensor
 
 from specgraph.bench.timing import median_seconds
 from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
-from specgraph.kernels.linear.linear import LINEAR
+from specgraph.kernels.linear import experts
 from specgraph.kernels.linear.product import Tiles, packed_slices
+from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
 from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR
 
@@ -35,6 +37,9 @@ PRODUCTS = {
     "down": (4096, 14336, "none"),
 }  # fmt: skip
 """The shape of the weight and the activation."""
+EXPERTS, CHOSEN = 32, 4
+EXPERT_PRODUCTS = {"experts_gate_up": (5760, 2880), "experts_down": (2880, 2880)}
+"""The shapes of the weights of an expert of gpt-oss-20b."""
 COPIES_BYTES = 200 * 2**20
 ROWS_OF_CHECKS = (1, 3, 8, 17, 32, 64, 200)
 Case = tuple[str, str, int, str]
@@ -73,9 +78,36 @@ def product(case: Case, weight: list[Tensor], x: Tensor, residual: Tensor | None
     return out
 
 
+def expert_ids(rows: int) -> Tensor:
+    """Ids of different experts for every token, as a router gives them: ``[rows * CHOSEN]``."""
+    return torch.cat([torch.randperm(EXPERTS, device="cuda")[:CHOSEN] for _ in range(rows)])
+
+
+def random_stack(name: str, shape: str) -> list[Tensor]:
+    """A stack of weights in a format."""
+    group = 32 if name != "fp8_blocks" else 128
+    return [part.repeat(EXPERTS, 1, 1) for part in random_weight(name, *EXPERT_PRODUCTS[shape], group)]
+
+
+def expert_product(case: Case, weight: list[Tensor], x: Tensor, ids: Tensor) -> Tensor:
+    """The product of a case with experts."""
+    name, _, _, tiling = case
+    chosen = None
+    if tiling != "table":
+        block_o, block_k, warps, stages, _ = map(int, tiling.split("x"))
+        chosen = experts.Tiles(block_o, 16, block_k, warps, stages)
+    out: Tensor = PACKED_EXPERT_LINEAR.form("triton", tiling=chosen)(x, weight, None, ids, format=name)
+    return out
+
+
 def compile_case(case: Case) -> None:
     """Compile the kernels of a case, which then are on disk."""
     name, shape, rows, _ = case
+    if shape in EXPERT_PRODUCTS:
+        x = torch.zeros(CHOSEN, EXPERT_PRODUCTS[shape][1], dtype=torch.bfloat16, device="cuda")
+        expert_product(case, random_stack(name, shape), x, expert_ids(1))
+        torch.cuda.synchronize()
+        return
     out_features, in_features, _ = PRODUCTS[shape]
     x = torch.zeros(rows, in_features, dtype=torch.bfloat16, device="cuda")
     product(case, [part.zero_() for part in random_weight(name, out_features, in_features)], x)
@@ -84,7 +116,8 @@ def compile_case(case: Case) -> None:
 
 def compile_all(cases: list[Case]) -> None:
     """Compile the kernels of all cases, in processes of their own."""
-    unique = {(name, shape, max(rows, 16), tiling) for name, shape, rows, tiling in cases}
+    unique = {(name, shape, max(rows, 16), tiling) for name, shape, rows, tiling in cases if shape in PRODUCTS}
+    unique |= {(name, shape, 1, tiling) for name, shape, _, tiling in cases if shape in EXPERT_PRODUCTS}
     with multiprocessing.get_context("spawn").Pool(min(12, os.cpu_count() or 1)) as pool:
         pool.map(compile_case, sorted(unique), chunksize=1)
 
@@ -130,6 +163,33 @@ def timed(calls: list[Callable[[], Tensor]]) -> float:
     return 1e6 * median_seconds(torch.device("cuda"), calls, repeats=20, warmup=3)
 
 
+def time_experts(shape: str, given: argparse.Namespace, begin: float) -> None:
+    """Time the products of a mixture of experts; the bytes are those of the experts that are chosen."""
+    inputs = EXPERT_PRODUCTS[shape][1]
+    chosen = {rows: [expert_ids(rows) for _ in range(8)] for rows in given.rows}  # other experts in every call
+    read = {rows: sum(len(ids.unique()) for ids in sets) / len(sets) for rows, sets in chosen.items()}
+    xs = {rows: torch.randn(rows * CHOSEN, inputs, device="cuda").bfloat16() for rows in given.rows}
+
+    def report(rows: int, what: str, size: int, call: Callable[[Tensor], Tensor]) -> None:
+        us = timed([functools.partial(call, ids) for ids in chosen[rows]])
+        rate = read[rows] / EXPERTS * size / us / 1e3
+        print(f"{shape}, {rows} rows, {what}: {us:.2f} us, {rate:.0f} GB/s", flush=True)
+
+    dense = torch.randn(EXPERTS, *EXPERT_PRODUCTS[shape], device="cuda").bfloat16()
+    for rows in given.rows:
+        call = functools.partial(torch.ops.specgraph.expert_linear, xs[rows], dense, None)
+        report(rows, "bfloat16", dense.nbytes, call)
+    for name in given.formats:
+        weight = random_stack(name, shape)
+        for rows, tiling in itertools.product(given.rows, given.tilings):
+            if time.monotonic() - begin > given.seconds:
+                print(f"{shape}, {rows} rows, {name}, {tiling}: no time left", flush=True)
+                continue
+            size = sum(part.nbytes for part in weight)
+            call = functools.partial(expert_product, (name, shape, rows, tiling), weight, xs[rows])
+            report(rows, f"{name}, {tiling}", size, call)
+
+
 def main() -> None:
     """Check and time."""
     begin = time.monotonic()
@@ -137,17 +197,20 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS))
+    parser.add_argument("--experts", nargs="*", default=list(EXPERT_PRODUCTS))
     parser.add_argument("--tilings", nargs="+", default=["64x128x4x4x0", "64x256x4x3x0", "128x128x4x4x0"])
     parser.add_argument("--seconds", type=float, default=140.0, help="start nothing more after them")
     parser.add_argument("--no-check", action="store_true")
     given = parser.parse_args()
-    cases = list(itertools.product(given.formats, given.products, given.rows, given.tilings))
+    cases = list(itertools.product(given.formats, given.products + given.experts, given.rows, given.tilings))
     compile_all(cases)
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     for name in [] if given.no_check else given.formats:
-        for line in check(name, given.tilings[:1] + ["table"]):
+        for line in check(name, [*given.tilings[:1], "table"]):
             print(line, flush=True)
     print(f"checked after {time.monotonic() - begin:.0f} s", flush=True)
+    for shape in given.experts:
+        time_experts(shape, given, begin)
     for shape in given.products:
         out_features, in_features, activation = PRODUCTS[shape]
         dense = copies(lambda n=out_features, k=in_features: [torch.randn(n, k, device="cuda").bfloat16()])
