@@ -183,9 +183,10 @@ def _expert_linear_kernel(
 def expert_linear_triton(given: ExpertLinear) -> Tensor:
     """:class:`ExpertLinear` in two kernels, which read ids on the device."""
     experts, inner, outer = given.sizes
-    tiling = tiles(given.x.shape[0], experts, inner, given.x.element_size())
-    out = given.x.new_empty(given.x.shape[0], outer)
-    launch_experts(out, given.x, given.weight.mT if given.transposed else given.weight, given.bias, given.expert_ids, tiling)
+    x, weight = given.x, given.weight.mT if given.transposed else given.weight
+    out = x.new_empty(x.shape[0], outer)
+    tiling = tiles(x.shape[0], experts, inner, x.element_size())
+    launch_experts(out, x, weight, given.bias, given.expert_ids, tiling)
     return out
 
 

@@ -182,6 +182,7 @@ def filled(
     ``factors`` are what is multiplied with the weight, if it is not ``x`` itself.
     """
     x, weight, out = given.x, given.weight, given.x.new_empty(_out_shape(given))
+    factors = as_rows(x if factors is None else factors)
     rows = dense_rows(weight)  # a copy is not constant: it is written just before
     residual = None if given.residual is None else as_rows(given.residual)
     next_norm = None
@@ -189,7 +190,7 @@ def filled(
         next_norm = (given.norm_weight, given.norm_offset, *_empty_parts(out))
     if out.numel() > 0:
         fill(Product(
-            out, as_rows(x if factors is None else factors), rows, given.bias, residual, given.sum_sq, given.norm_eps, given.activation,
+            out, factors, rows, given.bias, residual, given.sum_sq, given.norm_eps, given.activation,
             given.constant_weight and rows is weight, next_norm, supports_pdl(x.device) if pdl is None else pdl,
         ))
     return out if next_norm is None else (out, *next_norm[2:])

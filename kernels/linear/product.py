@@ -199,7 +199,8 @@ def launch_tiles(product: Product, tiling: Tiles | None = None, scales: Scales |
     # In large tiles the norm groups cross warps. A separate launch for the norm's parts is cheaper then.
     fused_norm = product.next_norm if tiling.block_o * tiling.block_n <= 4096 else None
     norm_weight, norm_offset, weighted, out_sum_sq = fused_norm or (None, 0.0, None, None)
-    slices, blocks = slices_of(in_features, tiling.slices, tiling.block_k, _SLICE_ALIGNMENT if scales is None else PACKED_SLICE)
+    alignment = _SLICE_ALIGNMENT if scales is None else PACKED_SLICE
+    slices, blocks = slices_of(in_features, tiling.slices, tiling.block_k, alignment)
     tiles_o = triton.cdiv(weight_rows, tiling.block_o)
     num_tiles = tiles_o * triton.cdiv(rows, tiling.block_n)
     serial = tiling.serial or num_tiles > MAX_COUNTERS

@@ -46,30 +46,45 @@ def _int4_source(PAIR, HALF):
 
 @triton.constexpr_function
 def _mxfp4_source(PAIR, HALF, SCALED):
-    """Twice a number is an integer from -12 to 12. Bytes of tables are 64 more than that; ``prmt`` looks up four.
+    """In bfloat16 the three lowest bits of a number are the lowest of the exponent and the highest of the mantissa, so
+    that they are ``2 ** -126`` times its magnitude. Bits of both halves are moved there by one product of integers.
 
-    Where the highest bit of a digit of its selector is set, ``prmt`` gives the sign of a byte, which is 0 here.
+    In float16 they are looked up: ``prmt`` finds four bytes at a time in tables, which have 64 more than twice the
+    number. Where the highest bit of a digit of its selector is set, it gives the sign of a byte, which is 0 here.
     """
-    magic, offset, kind = ("0x64646464", "0x64406440", "f16") if HALF else ("0x43434343", "0x43404340", "bf16")
-    first = PAIR % 2 * 2
-    shift = "shr.u32 q, $2, 16;" if PAIR >= 2 else "mov.b32 q, $2;"
-    scaled = f"mov.b32 m, {{$3, $3}}; mul.rn.{kind}x2 t, t, m;" if SCALED else ""
+    if HALF:
+        first = PAIR % 2 * 2
+        return f"""{{
+            .reg .b32 q, n, t, m;
+            shr.u32 q, $2, {16 if PAIR >= 2 else 0};
+            xor.b32 n, q, 0x8888;
+            mov.b32 t, 0x43424140;
+            mov.b32 m, 0x4C484644;
+            prmt.b32 t, t, m, q;
+            mov.b32 q, 0x3D3E3F40;
+            mov.b32 m, 0x34383A3C;
+            prmt.b32 n, q, m, n;
+            or.b32 t, t, n;
+            mov.b32 m, 0x64646464;
+            prmt.b32 t, t, m, 0x4{first + 1}4{first};
+            mov.b32 m, 0x64406440;
+            sub.rn.f16x2 t, t, m;
+            mov.b32 m, 0x38003800;
+            mul.rn.f16x2 t, t, m;
+            mov.b32 {{$0, $1}}, t;
+        }}"""
+    places = f"0x{12 + PAIR:X}{4 + PAIR}{8 + PAIR:X}{PAIR}"
     return f"""{{
-        .reg .b32 q, n, t, m;
-        {shift}
-        xor.b32 n, q, 0x8888;
-        mov.b32 t, 0x43424140;
-        mov.b32 m, 0x4C484644;
-        prmt.b32 t, t, m, q;
-        mov.b32 q, 0x3D3E3F40;
-        mov.b32 m, 0x34383A3C;
-        prmt.b32 n, q, m, n;
-        or.b32 t, t, n;
-        mov.b32 m, {magic};
-        prmt.b32 t, t, m, 0x4{first + 1}4{first};
-        mov.b32 m, {offset};
-        sub.rn.{kind}x2 t, t, m;
-        {scaled}
+        .reg .b32 a, t, m;
+        and.b32 a, $2, 0x0F0F0F0F;
+        shr.u32 t, $2, 4;
+        and.b32 t, t, 0x0F0F0F0F;
+        prmt.b32 t, a, t, {places};
+        mul.lo.u32 t, t, 0x1040;
+        and.b32 t, t, 0x81C081C0;
+        mov.b32 m, 0x7E807E80;
+        mul.rn.bf16x2 t, t, m;
+        {"mov.b32 m, {$3, $3}; mul.rn.bf16x2 t, t, m;" if SCALED else ""}
         mov.b32 {{$0, $1}}, t;
     }}"""
 
@@ -105,7 +120,7 @@ def _number(words, PLACE: tl.constexpr, FORMAT: tl.constexpr):
         else:
             exponent, mantissa = (code >> 1) & 3, code & 1
             double = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
-            number = tl.where(code >= 8, -double, double).to(tl.float32)
+            number = tl.where(code >= 8, -double, double).to(tl.float32) * 0.5
     return number
 
 
@@ -113,7 +128,7 @@ def _number(words, PLACE: tl.constexpr, FORMAT: tl.constexpr):
 def _pair(words, factor, PAIR: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr):
     """One pair of the numbers of every word: ``[O, W, 2]``, in float16 if ``HALF``, else in bfloat16.
 
-    Those of ``mxfp4`` are twice their value, or multiplied with ``factor``, half of a scale, unless it is None.
+    They are multiplied with ``factor``, unless it is None.
     """
     KIND: tl.constexpr = tl.float16 if HALF else tl.bfloat16
     if INTERPRETED:
@@ -143,21 +158,21 @@ def expand(words, factor, FORMAT: tl.constexpr, HALF: tl.constexpr):
 
     ``factor`` ``[O, 4]`` in bfloat16 multiplies the numbers of each quarter of the words, unless it is None.
     """
-    O: tl.constexpr = words.shape[0]
+    LINES: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     # ---- from the order of memory, lane by lane, to the one in which lanes take turns
-    words = tl.reshape(tl.permute(tl.reshape(words, (O, 4, W // 4)), (0, 2, 1)), (O, W))
+    words = tl.reshape(tl.permute(tl.reshape(words, (LINES, 4, W // 4)), (0, 2, 1)), (LINES, W))
     if factor is not None:
-        factor = tl.reshape(tl.broadcast_to(factor[:, None, :], (O, W // 4, 4)), (O, W))
+        factor = tl.reshape(tl.broadcast_to(factor[:, None, :], (LINES, W // 4, 4)), (LINES, W))
     if per_word(FORMAT) == 8:
         pairs = tl.join(
             tl.join(_pair(words, factor, 0, FORMAT, HALF), _pair(words, factor, 2, FORMAT, HALF)),
             tl.join(_pair(words, factor, 1, FORMAT, HALF), _pair(words, factor, 3, FORMAT, HALF)),
         )
-        return tl.reshape(tl.permute(pairs, (0, 3, 4, 1, 2)), (O, 8 * W))
+        return tl.reshape(tl.permute(pairs, (0, 3, 4, 1, 2)), (LINES, 8 * W))
     else:
         pairs = tl.join(_pair(words, factor, 0, FORMAT, HALF), _pair(words, factor, 1, FORMAT, HALF))
-        return tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (O, 4 * W))
+        return tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (LINES, 4 * W))
 
 
 @triton.jit
@@ -170,13 +185,13 @@ def order(K: tl.constexpr, PER_WORD: tl.constexpr):
 
 
 @triton.jit
-def half_power(exponent, SINGLE: tl.constexpr):
-    """``2 ** (exponent - 128)``, half of a scale of ``mxfp4``, in float32 if ``SINGLE``, else in bfloat16."""
-    e = exponent.to(tl.int32)
+def power_of_two(exponent, SINGLE: tl.constexpr):
+    """``2 ** (exponent - 127)``, a scale of ``mxfp4``, in float32 if ``SINGLE``, else in bfloat16."""
+    bits = exponent.to(tl.int32)
     if SINGLE:
-        power = tl.where(e > 1, (e - 1) << 23, 0x200000 << e).to(tl.float32, bitcast=True)
+        power = tl.where(bits > 0, bits << 23, 0x400000).to(tl.float32, bitcast=True)
     else:
-        power = tl.where(e > 1, (e - 1) << 7, 0x20 << e).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        power = tl.where(bits > 0, bits << 7, 0x40).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return power
 
 
@@ -206,7 +221,7 @@ def multiply_packed(
     PER_WORD: tl.constexpr = per_word(FORMAT)
     WORDS: tl.constexpr = DOT_K // PER_WORD
     X_TYPE: tl.constexpr = x_rows.dtype.element_ty
-    HALF: tl.constexpr = X_TYPE == tl.float16
+    HALF: tl.constexpr = X_TYPE.is_fp16()
     word = tl.arange(0, WORDS)
     k = order(DOT_K, PER_WORD)
     acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
@@ -230,13 +245,13 @@ def multiply_packed(
                 if EVEN_K:
                     exponent = tl.load(scale_tile)
                 else:
-                    exponent = tl.load(scale_tile, mask=(group * GROUP < in_features)[None, :], other=0)
-                factor = half_power(exponent, False)
+                    exponent = tl.load(scale_tile, mask=(group * GROUP < in_features)[None, :], other=127)
+                factor = power_of_two(exponent, False)
                 acc = tl.dot(expand(words, factor, FORMAT, HALF).to(X_TYPE), x, acc, input_precision="ieee")
             else:
                 group = tl.minimum(first, in_features - 1) // GROUP
                 scale = tl.load(scale_rows + group)
-                scale = half_power(scale, True) if FORMAT == "mxfp4" else scale.to(tl.float32)
+                scale = power_of_two(scale, True) if FORMAT == "mxfp4" else scale.to(tl.float32)
                 scale = tl.broadcast_to(scale[:, None], (BLOCK_O, BLOCK_N))
                 if x_scale_rows is not None:
                     scale *= tl.load(x_scale_rows + group, mask=real, other=0.0)[None, :]
