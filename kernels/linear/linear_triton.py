@@ -336,10 +336,11 @@ def linear_kernel(
 
     if PREFETCH:
         PER_ELEMENT: tl.constexpr = 1 if FORMAT is None else per_word(FORMAT)
+        # Rows of words are short, and so are the products with them: the first blocks are as many as a pipeline holds.
+        FIRST: tl.constexpr = 1 if FORMAT is None else min(BLOCKS, 4)
         begin = tl.program_id(1) * BLOCKS * (BLOCK_K // PER_ELEMENT)
-        _prefetch_rows(
-            weight_rows + begin, BLOCK_K // PER_ELEMENT * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-        )
+        size: tl.constexpr = BLOCK_K // PER_ELEMENT * FIRST * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+        _prefetch_rows(weight_rows + begin, size)
     gdc_wait(PDL)
     if EARLY:
         sum_sq, residual, norm_weight = _load_epilogue_operands(

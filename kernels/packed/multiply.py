@@ -196,6 +196,32 @@ def power_of_two(exponent, SINGLE: tl.constexpr):
 
 
 @triton.jit
+def _load_scales(scale_rows, x_scale_rows, real, first, in_features, GROUP: tl.constexpr):
+    """Load the scales of the group of an input, ``[O]`` and, if there are any, those of rows of x ``[N]``.
+
+    Those of 16 bits are kept in int32: a pair of them would be packed, and so waited for, as soon as it is loaded.
+    """
+    group = tl.minimum(first, in_features - 1) // GROUP
+    scale = tl.load(scale_rows + group)
+    if scale.dtype.primitive_bitwidth == 16:
+        scale = scale.to(tl.uint16, bitcast=True).to(tl.int32)
+    x_scale = tl.load(x_scale_rows + group, mask=real, other=0.0) if x_scale_rows is not None else 0.0
+    return scale, x_scale
+
+
+@triton.jit
+def _scale_factor(scale, KIND: tl.constexpr):
+    """What :func:`_load_scales` loaded from memory of type ``KIND``, in float32."""
+    if KIND.is_uint8():
+        factor = power_of_two(scale, True)
+    elif KIND.primitive_bitwidth == 16:
+        factor = scale.to(tl.uint16).to(KIND, bitcast=True).to(tl.float32)
+    else:
+        factor = scale
+    return factor
+
+
+@triton.jit
 def multiply_packed(
     word_rows,
     scale_rows,
@@ -222,9 +248,12 @@ def multiply_packed(
     WORDS: tl.constexpr = DOT_K // PER_WORD
     X_TYPE: tl.constexpr = x_rows.dtype.element_ty
     HALF: tl.constexpr = X_TYPE.is_fp16()
+    SCALE_TYPE: tl.constexpr = scale_rows.dtype.element_ty
     word = tl.arange(0, WORDS)
     k = order(DOT_K, PER_WORD)
     acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+    if DOT_K <= GROUP:
+        scale, x_scale = _load_scales(scale_rows, x_scale_rows, real, k_slice * BLOCKS * BLOCK_K, in_features, GROUP)
     for block in range(BLOCKS):
         for part in tl.static_range(BLOCK_K // DOT_K):
             first = (k_slice * BLOCKS + block) * BLOCK_K + part * DOT_K
@@ -249,12 +278,11 @@ def multiply_packed(
                 factor = power_of_two(exponent, False)
                 acc = tl.dot(expand(words, factor, FORMAT, HALF).to(X_TYPE), x, acc, input_precision="ieee")
             else:
-                group = tl.minimum(first, in_features - 1) // GROUP
-                scale = tl.load(scale_rows + group)
-                scale = power_of_two(scale, True) if FORMAT == "mxfp4" else scale.to(tl.float32)
-                scale = tl.broadcast_to(scale[:, None], (BLOCK_O, BLOCK_N))
-                if x_scale_rows is not None:
-                    scale *= tl.load(x_scale_rows + group, mask=real, other=0.0)[None, :]
                 sums = tl.dot(expand(words, None, FORMAT, HALF).to(X_TYPE), x, input_precision="ieee")
-                acc = tl.fma(sums, scale, acc)
+                factor = tl.broadcast_to(_scale_factor(scale, SCALE_TYPE)[:, None], (BLOCK_O, BLOCK_N))
+                if x_scale_rows is not None:
+                    factor *= x_scale[None, :]
+                acc = tl.fma(sums, factor, acc)
+                # ---- the scales of the next sum, which arrive during its product: [BLOCK_O] and [BLOCK_N]
+                scale, x_scale = _load_scales(scale_rows, x_scale_rows, real, first + DOT_K, in_features, GROUP)
     return acc

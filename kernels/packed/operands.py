@@ -1,5 +1,8 @@
 """What the kernels of products read of rows and of a weight in a format."""
 
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import math
@@ -31,7 +34,7 @@ def packed_operands(form: Format, x: Tensor, weight: Sequence[Tensor]) -> tuple[
     """
     inputs, scale = x.shape[-1], dense_rows(weight[1])
     outputs, group = form.block(inputs, scale)
-    dot_k = min(math.gcd(group, LARGEST_DOT), LARGEST_DOT)
+    dot_k = math.gcd(group, LARGEST_DOT)
     if form.name == "mxfp4" and x.dtype != torch.float16:  # a number times its scale is exact but in float16
         dot_k = 4 * group
     numbers = dense_rows(weight[0])
@@ -50,8 +53,8 @@ def _holds_words(numbers: Tensor) -> bool:
     return size == 4 or all(place * size % 4 == 0 for place in places)
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def quantise_rows_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["rows"])
+def quantise_rows_kernel(
     numbers, scales, x, x_stride, rows, features, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
