@@ -4,9 +4,9 @@
         [--experts experts_down] [--tilings 64x128x4x4x4 128x128x4x4x2] [--seconds 140] [--no-check]
 
 A tiling is ``BLOCK_O x BLOCK_K x warps x stages x slices``; 0 slices are those of the table, and ``table`` is the
-table's choice. Products are those of Llama-3-8B and, with experts, of gpt-oss-20b. Other processes compile the kernels
-first. Times are microseconds of one product in a CUDA graph that holds so many of them that no weight is still in the
-L2 cache.
+table's choice. With an s behind it, sums of mxfp4 are multiplied with scales, and not numbers. Products are those of
+Llama-3-8B and, with experts, of gpt-oss-20b. Other processes compile the kernels first. Times are microseconds of one
+product in a CUDA graph that holds so many of them that no weight is still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from specgraph.bench.timing import median_seconds
 from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
 from specgraph.kernels.linear import experts
 from specgraph.kernels.linear.product import Tiles, packed_slices
+from specgraph.kernels.packed import operands
 from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
 from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR
@@ -48,8 +49,10 @@ Case = tuple[str, str, int, str]
 
 def tiling_of(name: str, rows: int, out_features: int, in_features: int) -> Tiles | None:
     """The tiling of that name."""
-    if name == "table":
+    operands.SCALED_NUMBERS = not name.endswith("s")
+    if name.startswith("table"):
         return None
+    name = name.removesuffix("s")
     block_o, block_k, warps, stages, slices = map(int, name.split("x"))
     block_n = min(max(triton.next_power_of_2(rows), 16), 64)
     return Tiles(
@@ -93,9 +96,8 @@ def expert_product(case: Case, weight: list[Tensor], x: Tensor, ids: Tensor) -> 
     """The product of a case with experts."""
     name, _, _, tiling = case
     chosen = None
-    if tiling != "table":
-        block_o, block_k, warps, stages, _ = map(int, tiling.split("x"))
-        chosen = experts.Tiles(block_o, 16, block_k, warps, stages)
+    if (cut := tiling_of(tiling, 16, *EXPERT_PRODUCTS[case[1]])) is not None:
+        chosen = experts.Tiles(cut.block_o, 16, cut.block_k, cut.warps, cut.stages)
     out: Tensor = PACKED_EXPERT_LINEAR.form("triton", tiling=chosen)(x, weight, None, ids, format=name)
     return out
 

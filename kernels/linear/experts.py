@@ -31,7 +31,7 @@ from specgraph.kernels.checks import check_shapes
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.linear.product import Scales
 from specgraph.kernels.ops import declare, triton_or_reference
-from specgraph.kernels.packed.multiply import multiply_packed
+from specgraph.kernels.packed.multiply import multiply_packed, packed_rows
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ def _expert_linear_kernel(
     OUTER: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr, weight_scale_ptr=None, weight_scale_stride=None, x_scale_ptr=None, x_scale_stride=None,
     FORMAT: tl.constexpr = None, GROUP: tl.constexpr = 0, DOT_K: tl.constexpr = 0, SCALE_ROWS: tl.constexpr = 1,
-    scale_stride_e=None,
+    ALIGNED_WORDS: tl.constexpr = False, scale_stride_e=None,
 ):
     """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
 
@@ -147,15 +147,14 @@ def _expert_linear_kernel(
         row = tl.load(order + expert * num_rows + first + column, mask=real, other=0).to(tl.int64)
         if FORMAT is not None:
             # ---- total = weight x^T, rows past the end of a weight being its last: [BLOCK_O, BLOCK_N]
-            inside = tl.minimum(o, OUTER - 1).to(tl.int64)
-            x_scale_rows = None
-            if x_scale_ptr is not None:
-                x_scale_rows = x_scale_ptr + row * x_scale_stride
+            word_rows, scale_rows = packed_rows(
+                weight, weight_scale_ptr, tl.minimum(o, OUTER - 1), stride_o, weight_scale_stride, expert * stride_e,
+                expert * scale_stride_e, SCALE_ROWS, ALIGNED_WORDS,
+            )
+            x_scale_rows = x_scale_ptr + row * x_scale_stride if x_scale_ptr is not None else None
             total = multiply_packed(
-                weight + expert * stride_e + inside * stride_o,
-                weight_scale_ptr + expert * scale_stride_e + inside // SCALE_ROWS * weight_scale_stride,
-                x + row * INNER, x_scale_rows, real, 0, INNER, BLOCK_O, BLOCK_N, BLOCK_K,
-                (INNER + BLOCK_K - 1) // BLOCK_K, INNER % BLOCK_K == 0, FORMAT, GROUP, DOT_K,
+                word_rows, scale_rows, x + row * INNER, x_scale_rows, real, 0, INNER, BLOCK_O, BLOCK_N, BLOCK_K,
+                (INNER + BLOCK_K - 1) // BLOCK_K, INNER % BLOCK_K == 0, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
             )
         else:
             # ---- total = weight x^T, BLOCK_K inputs at a time: [BLOCK_O, BLOCK_K] x [BLOCK_K, BLOCK_N]
@@ -200,7 +199,7 @@ def launch_experts(
     (rows, outer), inner, experts = out.shape, x.shape[1], weight.shape[0]
     order, counts = expert_ids.new_empty((experts, rows), dtype=torch.int32), expert_ids.new_empty(experts)
     launch(_group_kernel, (experts,), order, counts, expert_ids.contiguous(), rows, BLOCK=_GROUP_BLOCK, num_warps=4)
-    packed = {} if scales is None else {**scales.arguments(), "scale_stride_e": scales.weight.stride(0)}
+    packed = {} if scales is None else {**scales.arguments(weight), "scale_stride_e": scales.weight.stride(0)}
     launch(
         _expert_linear_kernel, (triton.cdiv(outer, tiling.block_o), experts), out, x.contiguous(), weight,
         None if bias is None else bias.contiguous(), order, counts, rows, *weight.stride(), INNER=inner, OUTER=outer,

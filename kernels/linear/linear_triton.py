@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
-from specgraph.kernels.packed.multiply import multiply_packed, per_word
+from specgraph.kernels.packed.multiply import multiply_packed, packed_rows, per_word
 
 NORM_GROUP = 64
 """The entries of a norm group, whose squares are summed together. Every tile of a product holds whole groups."""
@@ -156,12 +156,13 @@ def _multiply(
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     DOT_K: tl.constexpr,
+    ALIGNED_WORDS: tl.constexpr,
 ):
     """Compute one slice of the product: ``[BLOCK_O, BLOCK_N]``."""
     if FORMAT is not None:
         return multiply_packed(
             weight_rows, scale_rows, x_rows, x_scale_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K,
-            BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K,
+            BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
         )
     else:
         acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
@@ -294,6 +295,7 @@ def linear_kernel(
     GROUP: tl.constexpr = 0,
     DOT_K: tl.constexpr = 0,
     SCALE_ROWS: tl.constexpr = 1,
+    ALIGNED_WORDS: tl.constexpr = False,
 ):
     """One tile of a product with its epilogue.
 
@@ -330,9 +332,12 @@ def linear_kernel(
     scale_rows = None
     x_scale_rows = None
     if FORMAT is not None:
-        scale_rows = weight_scale_ptr + (weight_row // SCALE_ROWS).to(tl.int64) * weight_scale_stride
-        if x_scale_ptr is not None:
-            x_scale_rows = x_scale_ptr + n.to(tl.int64) * x_scale_stride
+        weight_rows, scale_rows = packed_rows(
+            weight_ptr, weight_scale_ptr, weight_row, weight_stride, weight_scale_stride, 0, 0, SCALE_ROWS,
+            ALIGNED_WORDS,
+        )
+    if x_scale_ptr is not None:
+        x_scale_rows = x_scale_ptr + n.to(tl.int64) * x_scale_stride
 
     if PREFETCH:
         PER_ELEMENT: tl.constexpr = 1 if FORMAT is None else per_word(FORMAT)
@@ -351,7 +356,7 @@ def linear_kernel(
         k_slice = tl.program_id(1)
         total = _multiply(
             weight_rows, scale_rows, x_rows, x_scale_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K,
-            BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K,
+            BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
         )
     else:
         total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
@@ -359,7 +364,7 @@ def linear_kernel(
         for k_slice in tl.range(SLICES, flatten=BLOCK_O == 64):
             total += _multiply(
                 weight_rows, scale_rows, x_rows, x_scale_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K,
-                BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K,
+                BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
             )
     gdc_launch_dependents(PDL)
     finish = True

@@ -134,13 +134,14 @@ class Scales:
     dot_k: int
     x: Tensor | None = None
 
-    def arguments(self) -> dict[str, Any]:
-        """What ``linear_kernel`` takes."""
+    def arguments(self, words: Tensor) -> dict[str, Any]:
+        """What the kernels of ``specgraph::linear`` and ``specgraph::expert_linear`` take."""
         x_stride = None if self.x is None else self.x.stride(0)
+        aligned = all(size % 4 == 0 for size in (*words.stride()[:-1], words.shape[-1]))
         return {
             "weight_scale_ptr": self.weight, "weight_scale_stride": self.weight.stride(-2), "x_scale_ptr": self.x,
             "x_scale_stride": x_stride, "FORMAT": self.format, "GROUP": self.group, "DOT_K": self.dot_k,
-            "SCALE_ROWS": self.outputs,
+            "SCALE_ROWS": self.outputs, "ALIGNED_WORDS": aligned,
         }  # fmt: skip
 
 
@@ -217,7 +218,7 @@ def launch_tiles(product: Product, tiling: Tiles | None = None, scales: Scales |
         GROUPS=groups, SPLIT=not serial and slices > 1, EVEN_K=even, ACTIVATION=product.activation.removesuffix("_mul"),
         GATED=product.gated, EARLY=early, PREFETCH=pdl and even and rows <= 64 and _allows_bulk_copies(weight), PDL=pdl,
         num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False, **launch_options(pdl),
-        **({} if scales is None else scales.arguments()),
+        **({} if scales is None else scales.arguments(weight)),
     )
     if product.next_norm and not fused_norm:
         launch_norm_parts(as_rows(out), product.next_norm, pdl)

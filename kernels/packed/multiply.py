@@ -185,6 +185,25 @@ def order(K: tl.constexpr, PER_WORD: tl.constexpr):
 
 
 @triton.jit
+def packed_rows(
+    words,
+    scales,
+    row,
+    stride,
+    scale_stride,
+    begin,
+    scale_begin,
+    SCALE_ROWS: tl.constexpr,
+    ALIGNED_WORDS: tl.constexpr,
+):
+    """The addresses of rows of words, and of their scales, of a matrix that has so many words and scales in front."""
+    offset = begin + row.to(tl.int64) * stride
+    if ALIGNED_WORDS:
+        offset = tl.multiple_of(offset, 4)
+    return words + offset, scales + scale_begin + (row // SCALE_ROWS).to(tl.int64) * scale_stride
+
+
+@triton.jit
 def power_of_two(exponent, SINGLE: tl.constexpr):
     """``2 ** (exponent - 127)``, a scale of ``mxfp4``, in float32 if ``SINGLE``, else in bfloat16."""
     bits = exponent.to(tl.int32)
@@ -238,11 +257,13 @@ def multiply_packed(
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     DOT_K: tl.constexpr,
+    ALIGNED_WORDS: tl.constexpr,
 ):
     """Compute one slice of the product: ``[BLOCK_O, BLOCK_N]``.
 
     ``DOT_K`` inputs are multiplied at a time. Their sum is multiplied with the scale of ``GROUP`` inputs, of which they
-    are a part, or, if they are several groups of ``mxfp4``, their numbers are multiplied with scales beforehand.
+    are a part, or, if they are several groups of ``mxfp4``, their numbers are multiplied with scales beforehand. Rows
+    of ``ALIGNED_WORDS`` begin at multiples of 16 bytes and are as long.
     """
     PER_WORD: tl.constexpr = per_word(FORMAT)
     WORDS: tl.constexpr = DOT_K // PER_WORD
@@ -264,7 +285,10 @@ def multiply_packed(
                 words = tl.load(word_tile)
                 x = tl.load(x_tile, mask=real[None, :], other=0.0)
             else:
-                words = tl.load(word_tile, mask=(first + word * PER_WORD < in_features)[None, :], other=0)
+                end = tl.cast(in_features, tl.int32) // PER_WORD
+                if ALIGNED_WORDS:
+                    end = tl.multiple_of(end, 4)
+                words = tl.load(word_tile, mask=(first // PER_WORD + word < end)[None, :], other=0)
                 x = tl.load(x_tile, mask=(first + k < in_features)[:, None] & real[None, :], other=0.0)
             if DOT_K > GROUP:
                 # ---- a quarter of the words belongs to one group: factors [BLOCK_O, 4]
