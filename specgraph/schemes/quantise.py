@@ -13,6 +13,7 @@ from specgraph.errors import InputError, UnsupportedModelError
 from specgraph.schemes.layers import PackedLinear, quantise_experts
 from specgraph.schemes.layout import Layout
 from specgraph.schemes.layouts import SCHEMES, layout_for
+from specgraph.schemes.published import published_layers, save_as_published
 
 M = TypeVar("M", bound=PreTrainedModel)
 
@@ -54,7 +55,7 @@ def quantise(
             f"{type(model).__name__} has a quantization_config already; load it without one to quantise it."
         )
     layout = layout_for(model, scheme, group_size, ignore)
-    layers, experts = layout.linears(model), layout.experts(model)
+    layers, experts = layout.linears(model, {}), layout.experts(model, published_layers(model))
     if not layers and not experts:
         raise UnsupportedModelError(f"{type(model).__name__} has no linear layer but those of ignore, {list(ignore)}.")
     _check_fits(layout, layout.features(model))
@@ -62,6 +63,7 @@ def quantise(
         model.set_submodule(name, PackedLinear.quantised(layer, layout.form, layout.group_size))
     for module in experts.values():
         quantise_experts(module, layout.form, layout.group_size)
+    save_as_published(model)
     model.config.quantization_config = layout.stated()
     return model
 
