@@ -71,11 +71,15 @@ def by_tensor(model: PreTrainedModel, files: Files, pieces: Iterable[Piece]) -> 
             known.
     """
     wanted, unread = model.state_dict(), _patterns(model._keys_to_ignore_on_load_unexpected)
+    stacks = {
+        f"{path}.{stack}" for path, module in model.named_modules() if isinstance(module, PackedExperts)
+        for stack in STACKS
+    }  # fmt: skip
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         if piece.tensor in wanted and piece.unknown is None:
             found.setdefault(piece.tensor, []).append(piece)
-        elif piece.tensor is None and _is_packed_stack(model, piece.weight):
+        elif piece.tensor is None and piece.weight in stacks:
             _check_stated_shape(piece, files, model)
         elif not any(pattern.search(name) for pattern in unread for name in (piece.name, piece.weight)):
             raise UnsupportedModelError(f"{files.path} holds the tensor {piece.name}, {_why_unread(model, piece)}")
@@ -85,8 +89,8 @@ def by_tensor(model: PreTrainedModel, files: Files, pieces: Iterable[Piece]) -> 
 def _why_unread(model: PreTrainedModel, piece: Piece) -> str:
     if piece.unknown is not None:
         return (
-            f"which transformers converts by {piece.unknown} for a {type(model).__name__}; only tensors that it renames "
-            "and matrices of experts that it stacks are read here."
+            f"which transformers converts by {piece.unknown} for a {type(model).__name__}; only tensors that it "
+            "renames and matrices of experts that it stacks are read here."
         )
     return (
         f"which a {type(model).__name__} with its configuration does not have; remove the tensor, or correct the "
@@ -135,7 +139,8 @@ def _check_pieces(name: str, pieces: Sequence[Piece], files: Files, model: nn.Mo
     first, *others = pieces
     places: dict[tuple[int | None, int], Piece] = {}
     for piece in pieces:
-        twin = first if first.expert is None and places else places.get((piece.expert, piece.index))
+        alone = piece.expert is None or first.expert is None
+        twin = first if alone and places else places.get((piece.expert, piece.index))
         if twin is not None:
             raise UnsupportedModelError(
                 f"{files.path} holds {twin.name} and {piece.name}, and both are {name}; remove the wrong one."
@@ -203,11 +208,6 @@ def check_values(piece: Piece, value: Tensor, part: Part, owner: nn.Module, file
         _check_shape(piece.name, value, [owner.out_features, owner.in_features])  # type: ignore[list-item]
     elif part.kind == "scale":
         _check_scales(piece.name, value, part.form, file)
-
-
-def _is_packed_stack(model: nn.Module, weight: str) -> bool:
-    owner, stack = owner_of(model, weight)
-    return isinstance(owner, PackedExperts) and hasattr(owner, f"{stack}{format_of(owner.format).stack_parts[0]}")
 
 
 def _check_stated_shape(piece: Piece, files: Files, model: nn.Module) -> None:

@@ -64,43 +64,48 @@ def _of_part(converter: Any, form: Format, part: int, experts: Mapping[str, Any]
     leaf, (target,) = form.parts[part], converter.target_patterns
     count, stack = len(converter.source_patterns), target.rpartition(".")[2]
     ragged = next((f"{name}.{stack}" for name, module in experts.items() if is_ragged(module, stack, count)), None)
-    operations = [_Refused(form, ragged)] if ragged else [_Matrices(form, leaf), *converter.operations]
     sources = [f"{source.removesuffix('weight')}{leaf}" for source in converter.source_patterns]
-    made = WeightConverter(sources, [f"{target}{form.stack_parts[part]}"], operations)
+    made = WeightConverter(sources, [f"{target}{form.stack_parts[part]}"], [_Unstack(form, leaf, ragged)])
     made.scope_prefix, made.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
     return made
 
 
-class _Matrices(ConversionOps):
-    """What is done to the tensors of each expert when a stack is saved."""
+class _Unstack(ConversionOps):
+    """What is done to a tensor of a packed stack when a model is saved.
 
-    def __init__(self, form: Format, leaf: str) -> None:
-        self.form, self.leaf = form, leaf
+    Attributes:
+        form: the format.
+        leaf: the name that the tensor has in a linear layer.
+        ragged: the name of a stack that cannot be cut, since matrices that are joined in it share a scale.
+    """
 
-    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Give numbers the shape that they have in a linear layer, and state the shape of the matrix beside them."""
+    def __init__(self, form: Format, leaf: str, ragged: str | None) -> None:
+        self.form, self.leaf, self.ragged = form, leaf, ragged
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
+    ) -> dict[str, Any]:
+        """The tensors of every matrix, which are views, by their patterns with the number of the expert."""
+        if self.ragged is not None:
+            raise UnsupportedModelError(
+                f"{self.ragged} cannot be saved as matrices for each expert: some of them share a scale, since blocks "
+                f"of {self.form.name} do not end where a matrix ends; name it in ignore, or choose another scheme."
+            )
+        ((stacked,),) = input_dict.values()
         found = {}
-        for name, tensor in input_dict.items():
-            found[name] = tensor.flatten(1)  # stacks of mxfp4 have a dimension for the bytes of a group
-            if self.leaf != self.form.parts[0]:
-                continue
-            for beside in self.form.beside:
-                rows, words = found[name].shape
-                found[name.removesuffix(self.leaf) + beside] = torch.tensor([rows, words * self.form.per_element])
+        for expert, joined in enumerate(stacked):
+            for pattern, matrix in zip(target_patterns, joined.chunk(len(target_patterns)), strict=True):
+                name = pattern.replace("*", f"{expert}")
+                found[name] = matrix.flatten(1)  # stacks of mxfp4 have a dimension for the bytes of a group
+                if self.leaf == self.form.parts[0]:
+                    found |= self._stated(name, found[name])
         return found
+
+    def _stated(self, name: str, numbers: Any) -> dict[str, Any]:
+        shape = [numbers.shape[0], numbers.shape[1] * self.form.per_element]
+        return {f"{name.removesuffix(self.leaf)}{beside}": torch.tensor(shape) for beside in self.form.beside}
 
     @property
     def reverse_op(self) -> ConversionOps:
         """Itself: it is used only where transformers reverts."""
         return self
-
-
-class _Refused(_Matrices):
-    """Stands for operations that cannot be done, since the matrices of a stack share scales."""
-
-    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-        """Raise UnsupportedModelError."""
-        raise UnsupportedModelError(
-            f"{self.leaf} cannot be saved as matrices for each expert: some of them share a scale, since the blocks of "
-            f"{self.form.name} do not end where a matrix ends; name it in ignore, or choose another scheme."
-        )
