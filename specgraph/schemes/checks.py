@@ -77,10 +77,10 @@ def by_tensor(model: PreTrainedModel, files: Files, pieces: Iterable[Piece]) -> 
     }  # fmt: skip
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
-        if piece.tensor in wanted and piece.unknown is None:
-            found.setdefault(piece.tensor, []).append(piece)
-        elif piece.tensor is None and piece.weight in stacks:
+        if piece.tensor is None and piece.weight in stacks:
             _check_stated_shape(piece, files, model)
+        elif piece.tensor is not None and piece.tensor in wanted and piece.unknown is None:
+            found.setdefault(piece.tensor, []).append(piece)
         elif not any(pattern.search(name) for pattern in unread for name in (piece.name, piece.weight)):
             raise UnsupportedModelError(f"{files.path} holds the tensor {piece.name}, {_why_unread(model, piece)}")
     return found
@@ -155,7 +155,7 @@ def _check_pieces(name: str, pieces: Sequence[Piece], files: Files, model: nn.Mo
             f"{files.path} has no tensor for expert {expert} of {name}{_like(pieces, index)}; the checkpoint is "
             "incomplete, or config.json is of another model."
         )
-    for place in sorted(places.keys() - wanted):  # type: ignore[type-var]  # no expert is None
+    for place in sorted(places.keys() - wanted):
         raise UnsupportedModelError(
             f"{files.path} holds the tensor {places[place].name}, and config.json has fewer experts; one of them is of "
             "another model."

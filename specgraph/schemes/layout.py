@@ -86,6 +86,14 @@ class Layout(ABC):
                 found[name] = module
         return found
 
+    def features(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]:
+        """The outputs and the inputs of every matrix that is packed, or of each of a stack, by its name."""
+        found = {name: (layer.out_features, layer.in_features) for name, layer in self.linears(model, layers).items()}
+        return found | {
+            f"{name}.{stack}": stack_features(module, stack)
+            for name, module in self.experts(model, layers).items() for stack in stacks(module)
+        }  # fmt: skip
+
 
 def _check_all(layers: Sequence[str], packed: Sequence[str], name: str) -> None:
     if len(packed) < len(layers):
@@ -94,14 +102,6 @@ def _check_all(layers: Sequence[str], packed: Sequence[str], name: str) -> None:
             f"quantization_config names {packed[0]} as packed and not {dense}, which are both in the stacks of {name}; "
             "all of them must be packed, or none."
         )
-
-    def features(self, model: nn.Module) -> dict[str, tuple[int, int]]:
-        """The outputs and the inputs of every matrix that is packed, or of each of a stack, by its name."""
-        found = {name: (layer.out_features, layer.in_features) for name, layer in self.linears(model).items()}
-        return found | {
-            f"{name}.{stack}": stack_features(module, stack)
-            for name, module in self.experts(model).items() for stack in stacks(module)
-        }  # fmt: skip
 
 
 def check_stated(name: str, found: object, allowed: object) -> None:

@@ -15,16 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
+from specgraph.compat import dot_natural_key, get_model_conversion_mapping, rename_source_key
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.formats import format_of
 

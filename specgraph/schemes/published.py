@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
 
+from specgraph.compat import get_model_conversion_mapping, revert_weight_conversion
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.formats import format_of
@@ -70,7 +70,7 @@ def _of_part(converter: Any, form: Format, part: int, experts: Mapping[str, Any]
     return made
 
 
-class _Unstack(ConversionOps):
+class _Unstack(ConversionOps):  # type: ignore[misc]  # transformers has no types
     """What is done to a tensor of a packed stack when a model is saved.
 
     Attributes:

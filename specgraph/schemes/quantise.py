@@ -55,10 +55,11 @@ def quantise(
             f"{type(model).__name__} has a quantization_config already; load it without one to quantise it."
         )
     layout = layout_for(model, scheme, group_size, ignore)
-    layers, experts = layout.linears(model, {}), layout.experts(model, published_layers(model))
+    names = published_layers(model)
+    layers, experts = layout.linears(model, names), layout.experts(model, names)
     if not layers and not experts:
         raise UnsupportedModelError(f"{type(model).__name__} has no linear layer but those of ignore, {list(ignore)}.")
-    _check_fits(layout, layout.features(model))
+    _check_fits(layout, layout.features(model, names))
     for name, layer in layers.items():
         model.set_submodule(name, PackedLinear.quantised(layer, layout.form, layout.group_size))
     for module in experts.values():
