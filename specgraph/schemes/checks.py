@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,38 +64,20 @@ def _part(form: Format, kind: str, tensor: Tensor, stacked: bool) -> Part:
 
 
 def by_tensor(model: PreTrainedModel, files: Files, pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    """The tensors of the files that make each tensor of the model.
+    """The tensors of the files by the tensor of the model that they make, or by the stack whose shapes they state.
 
     Raises:
-        UnsupportedModelError: the model has none for one of them, or transformers converts it in a way that is not
-            known.
+        UnsupportedModelError: transformers converts one of them in a way that is not known.
     """
-    wanted, unread = model.state_dict(), _patterns(model._keys_to_ignore_on_load_unexpected)
-    stacks = {
-        f"{path}.{stack}" for path, module in model.named_modules() if isinstance(module, PackedExperts)
-        for stack in STACKS
-    }  # fmt: skip
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
-        if piece.tensor is None and piece.weight in stacks:
-            _check_stated_shape(piece, files, model)
-        elif piece.tensor is not None and piece.tensor in wanted and piece.unknown is None:
-            found.setdefault(piece.tensor, []).append(piece)
-        elif not any(pattern.search(name) for pattern in unread for name in (piece.name, piece.weight)):
-            raise UnsupportedModelError(f"{files.path} holds the tensor {piece.name}, {_why_unread(model, piece)}")
+        if piece.unknown is not None and not _is_unread(model, piece):
+            raise UnsupportedModelError(
+                f"{files.path} holds the tensor {piece.name}, which transformers converts by {piece.unknown} for a "
+                f"{type(model).__name__}; only tensors that it renames and matrices that it stacks are read here."
+            )
+        found.setdefault(piece.tensor or piece.weight, []).append(piece)
     return found
-
-
-def _why_unread(model: PreTrainedModel, piece: Piece) -> str:
-    if piece.unknown is not None:
-        return (
-            f"which transformers converts by {piece.unknown} for a {type(model).__name__}; only tensors that it "
-            "renames and matrices of experts that it stacks are read here."
-        )
-    return (
-        f"which a {type(model).__name__} with its configuration does not have; remove the tensor, or correct the "
-        "configuration."
-    )
 
 
 def check_names(
@@ -125,6 +107,12 @@ def check_names(
                 f"{files.path} has no tensor {name}, which a {type(model).__name__} with its configuration needs; the "
                 "checkpoint is incomplete, or its files name tensors in another way than transformers."
             )
+    stacks = {
+        f"{path}.{stack}" for path, module in model.named_modules() if isinstance(module, PackedExperts)
+        for stack in STACKS
+    }  # fmt: skip
+    for piece in (piece for name, pieces in found.items() if name not in wanted for piece in pieces):
+        _check_unwanted(piece, files, model, stacks)
     return aliases
 
 
@@ -197,9 +185,21 @@ def _check_tensor(piece: Piece, stored: StoredTensor, wanted: Tensor, model: nn.
         raise UnsupportedModelError(f"{piece.name} of {stored.file} is {stored.dtype}; it must be {of}.")
 
 
-def _patterns(more: Iterable[str] | None) -> list[re.Pattern[str]]:
-    """What transformers does not read either: buffers that old files hold, and what the model's class names."""
-    return [re.compile(text) for text in (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(more or ()))]
+def _check_unwanted(piece: Piece, files: Files, model: PreTrainedModel, stacks: Container[str]) -> None:
+    """A tensor without a place in the model states the shape of a matrix in a stack, or is not read by transformers."""
+    if piece.tensor is None and piece.weight in stacks:
+        _check_stated_shape(piece, files, model)
+    elif not _is_unread(model, piece):
+        raise UnsupportedModelError(
+            f"{files.path} holds the tensor {piece.name}, which a {type(model).__name__} with its configuration does "
+            "not have; remove the tensor, or correct the configuration."
+        )
+
+
+def _is_unread(model: PreTrainedModel, piece: Piece) -> bool:
+    """Whether transformers does not read it either: buffers that old files hold, and what the model's class names."""
+    patterns = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ()))
+    return any(re.search(pattern, name) for pattern in patterns for name in (piece.name, piece.weight))
 
 
 def check_values(piece: Piece, value: Tensor, part: Part, owner: nn.Module, file: Path) -> None:

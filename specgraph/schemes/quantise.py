@@ -36,7 +36,8 @@ def quantise(
         group_size: how many inputs have one scale in ``int4``: a multiple of 8 that divides the inputs of every layer;
             128 by default.
         ignore: layers that are left as they are: their names or, but for ``fp8``, expressions behind ``re:``, which the
-            beginning of a name has to match.
+            beginning of a name has to match. A mixture of experts is left out by its name, or by those that files give
+            all of its matrices.
 
     Returns:
         The same model.
@@ -44,7 +45,7 @@ def quantise(
     Raises:
         InputError: the scheme is unknown, or the group size does not fit a layer. The model is as before.
         UnsupportedModelError: the model is quantised already, has nothing to quantise, or has a layer that cannot be
-            quantised. The model is as before.
+            quantised, or ``ignore`` names only some matrices of a mixture of experts. The model is as before.
     """
     if scheme not in SCHEMES:
         raise InputError(f"scheme is {scheme!r}; allowed is {', '.join(SCHEMES)}.")

@@ -129,6 +129,17 @@ def test_a_stack_is_what_its_matrices_are_one_by_one(tmp_path: Path) -> None:
     assert_equal_models(specgraph.load(changed(dense, tmp_path, change)), model)
 
 
+def test_a_renamed_head_is_read(tmp_path: Path) -> None:
+    """That of gpt_neox, which is packed if it is not ignored."""
+    for ignore in (("lm_head",), ()):
+        model = specgraph.quantise(make_model("gpt_neox", tie_word_embeddings=False), group_size=16, ignore=ignore)
+        folder = saved(model, tmp_path / str(len(ignore)))
+        kept = {name for name in load_file(folder / "model.safetensors") if "embed_out" in name or "lm_head" in name}
+        parts = ("weight",) if ignore else ("weight_packed", "weight_scale", "weight_shape")
+        assert kept == {f"embed_out.{part}" for part in parts}
+        assert_equal_models(specgraph.load(folder), model)
+
+
 def test_files_with_other_names_are_saved_with_these(tmp_path: Path) -> None:
     """Those of a model for text and images, whose prefix transformers removes; ``ignore`` has the names of files."""
     model = specgraph.quantise(make_model("qwen3_5_moe_text"), group_size=8)
@@ -298,7 +309,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
                      r"no tensor for expert 0 of .*experts\.gate_up_proj_scale; "),
     "missing stack": (_drop(*(f"{DOWN.replace('.2.', f'.{e}.')}.weight_scale" for e in range(4))),
                       r"no tensor .*experts\.down_proj_scale, which"),
-    "dense": (_dense, rf"holds the tensor {GATE}\.weight, which"),
+    "dense": (_dense, r"no tensor for expert 2 of .*\.gate_up_proj_packed, as .*\.0\.gate_proj\.weight_packed is"),
+    "dense beside": (_set(f"{GATE}.weight", torch.zeros(32, 32)), rf"holds the tensor {GATE}\.weight, which"),
     "more": (_more, rf"holds the tensor {DOWN.replace('.2.', '.4.')}\.weight_packed, and .* has fewer experts"),
     "twice": (_twice, r"holds .* and .*, and both are model\.layers\.1\.mlp\.experts\.gate_up_proj_packed"),
     "shape": (_set(f"{GATE}.weight_packed", torch.zeros(32, 5, dtype=INT)),
