@@ -7,8 +7,9 @@ Some attributes of public objects cannot come from here, and stand where they ar
 ``Tensor._version``, the dictionaries ``_modules``, ``_parameters`` and ``_buffers`` of a module and its
 ``_non_persistent_buffers_set``, ``_is_impure`` of one in a graph, ``_erased`` of a node, ``torch.no_grad``'s ``prev``,
 ``_attn_implementation`` and ``_experts_implementation`` of a configuration, and of a model of transformers
-``_is_hf_initialized``, ``_keep_in_fp32_modules`` (and ``_strict``) and ``_keys_to_ignore_on_load_unexpected``. Kernels
-import nothing of ours, so ``kernels/`` names ``torch._ops.OpOverload`` and ``torch._check_value`` itself.
+``_is_hf_initialized``, ``_keep_in_fp32_modules`` (and ``_strict``), ``_keys_to_ignore_on_load_unexpected`` and
+``_weight_conversions``. Kernels import nothing of ours, so ``kernels/`` names ``torch._ops.OpOverload`` and
+``torch._check_value`` itself.
 """
 
 # Every import is for other modules.
@@ -81,6 +82,10 @@ if TYPE_CHECKING:
     # Symbolic sizes, and whether a condition on them holds for certain.
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 
+    # How the names in files become those of a model and the other way round, and the order in which they are taken.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import dot_natural_key, rename_source_key, revert_weight_conversion
+
     # Collects hidden states in another way while it takes the process to be compiling.
     from transformers.utils import output_capturing
 
@@ -96,10 +101,14 @@ _LATE = {
     "TracingContext": "torch._guards",
     "compile_fx": "torch._inductor.compile_fx",
     "compile_lock": "torch._dynamo.convert_frame",
+    "dot_natural_key": "transformers.core_model_loading",
     "dynamo_config": "torch._dynamo.config",
     "get_hash_for_files": "torch._inductor.custom_graph_pass",
+    "get_model_conversion_mapping": "transformers.conversion_mapping",
     "make_fx": "torch.fx.experimental.proxy_tensor",
     "output_capturing": "transformers.utils.output_capturing",
+    "rename_source_key": "transformers.core_model_loading",
+    "revert_weight_conversion": "transformers.core_model_loading",
     "statically_known_true": "torch.fx.experimental.symbolic_shapes",
     "tracing": "torch._guards",
 }

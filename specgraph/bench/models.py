@@ -93,7 +93,7 @@ def _layout(model: PreTrainedModel, weights: str) -> Layout:
     layout = layout_for(model, weights, None, ("lm_head",))
     if weights != "int4":
         return layout
-    inputs = {inputs for _, inputs in layout.features(model).values()}
+    inputs = {inputs for _, inputs in layout.features(model, {}).values()}
     sizes = (size for size in (128, 64, 32, 16, 8) if all(count % size == 0 for count in inputs))
     return layout_for(model, weights, next(sizes, None), ("lm_head",))
 

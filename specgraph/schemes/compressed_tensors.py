@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.int4 import INT4
 from specgraph.kernels.packed.mxfp4 import GROUP, MXFP4
 from specgraph.schemes.layout import Layout, check_stated
-from specgraph.schemes.targets import targeted
+from specgraph.schemes.targets import matches, targeted
 
 FORMATS: dict[str, tuple[Format, dict[str, Any]]] = {
     "pack-quantized": (INT4, {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}),
@@ -75,9 +75,17 @@ class CompressedTensors(Layout):
             "config_groups": {"group_0": group}, "ignore": [*self.ignore],
         }  # fmt: skip
 
-    def linears(self, model: nn.Module) -> dict[str, nn.Linear]:
+    def linears(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Linear]:
         """Those that ``targets`` matches and ``ignore`` does not."""
-        return targeted(model, self.targets, self.ignore)
+        return targeted(model, self.targets, self.ignore, layers)
+
+    def ignores(self, name: str, kind: type[nn.Module]) -> bool:
+        """Whether an entry of ``ignore`` matches."""
+        return matches(name, kind, self.ignore)
+
+    def packs(self, name: str) -> bool:
+        """Whether ``targets`` matches, too: files have a linear layer where a model has a matrix of a stack."""
+        return matches(name, nn.Linear, self.targets) and super().packs(name)
 
 
 def _only_group(groups: object) -> tuple[str, Mapping[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,15 +42,15 @@ class FineGrained(Layout):
             "modules_to_not_convert": [*self.ignore],
         }  # fmt: skip
 
-    def linears(self, model: nn.Module) -> dict[str, nn.Linear]:
+    def linears(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Linear]:
         """Those that ``ignore`` does not name. The head of the model is never packed."""
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        kept = {name for name, module in model.named_modules() if self._keeps(name) or module is head}
-        return targeted(model, ("Linear",), kept)
+        kept = {
+            name for name, module in model.named_modules()
+            if module is head or any(self.ignores(x, type(module)) for x in (name, *layers.get(f"{name}.weight", ())))
+        }  # fmt: skip
+        return targeted(model, ("Linear",), kept, {})
 
-    def experts(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Those that ``ignore`` does not name."""
-        return {name: module for name, module in super().experts(model).items() if not self._keeps(name)}
-
-    def _keeps(self, name: str) -> bool:
+    def ignores(self, name: str, kind: type[nn.Module]) -> bool:
+        """Whether an entry of ``ignore`` is the name or a part of it, as transformers reads it."""
         return any(re.match(rf"(?:{given})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(given) for given in self.ignore)

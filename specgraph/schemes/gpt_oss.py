@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +29,10 @@ class GptOss(Layout):
         """The method, and the modules that are not packed."""
         return {"quant_method": self.method, "modules_to_not_convert": [*self.ignore]}
 
-    def linears(self, model: nn.Module) -> dict[str, nn.Linear]:
+    def linears(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Linear]:
         """None."""
         return {}
+
+    def ignores(self, name: str, kind: type[nn.Module]) -> bool:
+        """No stack of experts is left out."""
+        return False

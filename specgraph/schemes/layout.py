@@ -7,7 +7,7 @@ There is a file for every tool that states it in its own way: :mod:`specgraph.sc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,24 +49,59 @@ class Layout(ABC):
         """What ``config.json`` has as ``quantization_config``."""
 
     @abstractmethod
-    def linears(self, model: nn.Module) -> dict[str, nn.Linear]:
+    def linears(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Linear]:
         """The linear layers that are packed, by their names.
+
+        Args:
+            model: the model.
+            layers: for weights of the model, the names that files give their layers.
 
         Raises:
             UnsupportedModelError: one of them cannot be packed by itself.
         """
 
-    def experts(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The mixtures of experts whose stacks are packed, by their names."""
-        return {name: module for name, module in model.named_modules() if any(stacks(module))}
+    @abstractmethod
+    def ignores(self, name: str, kind: type[nn.Module]) -> bool:
+        """Whether ``ignore`` names a module of a class ``kind``."""
 
-    def features(self, model: nn.Module) -> dict[str, tuple[int, int]]:
+    def packs(self, name: str) -> bool:
+        """Whether the linear layer of an expert is packed that files hold under this name."""
+        return not self.ignores(name, nn.Linear)
+
+    def experts(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Module]:
+        """The mixtures of experts whose stacks are packed, by their names. The arguments are those of :meth:`linears`.
+
+        Raises:
+            UnsupportedModelError: some matrices of a mixture would be packed and others not.
+        """
+        found = {}
+        for name, module in model.named_modules():
+            held = [f"{name}.{stack}" for stack in stacks(module)]
+            if not held or self.ignores(name, type(module)):
+                continue
+            of = [layer for weight in held for layer in layers.get(weight) or (weight,)]
+            packed = [layer for layer in of if self.packs(layer)]
+            if packed:
+                _check_all(of, packed, name)
+                found[name] = module
+        return found
+
+    def features(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]:
         """The outputs and the inputs of every matrix that is packed, or of each of a stack, by its name."""
-        found = {name: (layer.out_features, layer.in_features) for name, layer in self.linears(model).items()}
+        found = {name: (layer.out_features, layer.in_features) for name, layer in self.linears(model, layers).items()}
         return found | {
             f"{name}.{stack}": stack_features(module, stack)
-            for name, module in self.experts(model).items() for stack in stacks(module)
+            for name, module in self.experts(model, layers).items() for stack in stacks(module)
         }  # fmt: skip
+
+
+def _check_all(layers: Sequence[str], packed: Sequence[str], name: str) -> None:
+    if len(packed) < len(layers):
+        dense = next(layer for layer in layers if layer not in packed)
+        raise UnsupportedModelError(
+            f"quantization_config names {packed[0]} as packed and not {dense}, which are both in the stacks of {name}; "
+            "all of them must be packed, or none."
+        )
 
 
 def check_stated(name: str, found: object, allowed: object) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,29 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from specgraph.checkpoints.causal_lm import DAMAGED, load_by_transformers, not_loaded
 from specgraph.checkpoints.files import Files, StoredTensor, open_files, read_json
 from specgraph.errors import ConfigError, UnsupportedModelError
-from specgraph.ir.packed import STACKS
-from specgraph.kernels.packed.format import Format
-from specgraph.kernels.packed.formats import format_of
-from specgraph.schemes.layers import PackedExperts, PackedLinear, empty_experts, stack_features, stacks
+from specgraph.schemes.checks import Part, by_tensor, check_names, check_values, owner_of, parts_of
+from specgraph.schemes.layers import PackedLinear, empty_experts, stack_features, stacks
 from specgraph.schemes.layout import Layout
 from specgraph.schemes.layouts import LAYOUTS, read_layout
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor of a packed weight.
-
-    Attributes:
-        form: the format of the weight.
-        kind: ``numbers``, ``scale``, or ``shape`` for two numbers beside them.
-        dtypes: the dtypes in which a file may hold it.
-        shape: the shape in a file.
-    """
-
-    form: Format
-    kind: str
-    dtypes: tuple[torch.dtype, ...]
-    shape: tuple[int, ...]
+from specgraph.schemes.names import Names, Piece, layers_of
+from specgraph.schemes.published import save_as_published
 
 
 def load(
@@ -49,8 +30,8 @@ def load(
     compressed-tensors for numbers of four bits (``pack-quantized``, ``mxfp4-pack-quantized``), that of gpt-oss
     (``mxfp4``), or that of DeepSeek's and Qwen's models in fp8 with blocks of 128 x 128. Models that
     :func:`specgraph.quantise` made are in one of them. Weights are not dequantised, and no quantiser's package is
-    needed. A model whose files hold other names than its modules, such as a matrix for each expert where transformers
-    has one stack, is not read in this way. Another checkpoint is loaded by transformers.
+    needed. Files may name tensors as transformers renames them while it loads, and hold a matrix for each expert where
+    the model has a stack. Another checkpoint is loaded by transformers.
 
     Args:
         folder: with ``config.json`` and safetensors, in one file or several that an index names.
@@ -61,7 +42,8 @@ def load(
     Raises:
         ConfigError: there are no such files, they are damaged, or transformers has no causal LM of this kind.
         UnsupportedModelError: weights are quantised in another way, or a tensor is missing, has another shape or dtype,
-            or is there though the model has none of that name, or a scale is 0 or not finite.
+            or is there though the model has none of that name, or a scale is 0 or not finite, or only some matrices of
+            a stack are packed, or transformers does more to a tensor than to rename, stack and join it.
     """
     path = Path(folder).expanduser()
     stated = read_json(path / "config.json").get("quantization_config")
@@ -69,15 +51,19 @@ def load(
         model = load_by_transformers(path, dtype or "auto", f"folder={str(folder)!r}")
         return model.to(device) if device is not None else model
     layout, files, place = read_layout(stated), open_files(path), torch.device(device or "cpu")
-    model = _empty_model(path, layout, dtype)
-    parts = _parts(model)
-    aliases = _check_names(model, files, parts)
-    _fill(model, files, aliases, parts, place)
+    model = _empty_model(path, dtype)
+    names = Names(model, layout.form)
+    pieces = names.pieces(files.tensors)
+    _pack(model, layout, pieces)
+    parts, found = parts_of(model), by_tensor(model, files, pieces)
+    aliases = check_names(model, files, parts, found)
+    _fill(model, files, aliases, parts, found, place)
     model.tie_weights(missing_keys=set(aliases), recompute_mapping=False)
     make_buffers(model, place)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.config.quantization_config = stated
+    save_as_published(model, names.used())
     return model.eval()
 
 
@@ -107,24 +93,28 @@ def _is_packed(folder: Path) -> bool:
     return isinstance(stated, Mapping) and stated.get("quant_method") in LAYOUTS
 
 
-def _empty_model(path: Path, layout: Layout, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The model on ``meta``, with packed weights where the layout says so."""
+def _empty_model(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The model on ``meta``, without packed weights."""
     try:
         config = AutoConfig.from_pretrained(path)
         del config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     except DAMAGED as error:
         raise not_loaded(f"folder={str(path)!r}", path, error) from error
+
+
+def _pack(model: PreTrainedModel, layout: Layout, pieces: Sequence[Piece]) -> None:
+    """Give the model packed weights, still on ``meta``, where the layout says so."""
+    layers = layers_of(pieces)
     with torch.device("meta"):
-        for name, layer in layout.linears(model).items():
+        for name, layer in layout.linears(model, layers).items():
             _check_fits(name, layout, *layer.weight.shape)
             model.set_submodule(name, PackedLinear.empty_as(layer, layout.form, layout.group_size))
-        for name, module in layout.experts(model).items():
+        for name, module in layout.experts(model, layers).items():
             for stack in stacks(module):
                 _check_fits(f"{name}.{stack}", layout, *stack_features(module, stack))
             empty_experts(module, layout.form, layout.group_size)
-    return model
 
 
 def _check_fits(name: str, layout: Layout, outputs: int, inputs: int) -> None:
@@ -135,102 +125,36 @@ def _check_fits(name: str, layout: Layout, outputs: int, inputs: int) -> None:
         )
 
 
-def _parts(model: nn.Module) -> dict[str, Part]:
-    """The tensors of packed weights by their names in the model."""
-    found: dict[str, Part] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            form, numbers, *others = format_of(module.format), *format_of(module.format).parts
-            names = [(numbers, "numbers"), *((other, "scale") for other in others)]
-            names += [(name, "shape") for name in form.beside]
-        elif isinstance(module, PackedExperts):
-            form = format_of(module.format)
-            kinds = [*zip(form.stack_parts, ("numbers", "scale"), strict=True)]
-            held = {name for name, _ in module.named_parameters(recurse=False)}
-            names = [(f"{stack}{part}", kind) for stack in STACKS for part, kind in kinds if f"{stack}{part}" in held]
-        else:
-            continue
-        for name, kind in names:
-            found[f"{path}.{name}"] = _part(form, kind, getattr(module, name), isinstance(module, PackedExperts))
-    return found
-
-
-def _part(form: Format, kind: str, tensor: Tensor, stacked: bool) -> Part:
-    dtypes = {"numbers": (form.stored,), "scale": form.scale_dtypes, "shape": (torch.int64, torch.int32)}[kind]
-    shape = tuple(tensor.shape)
-    return Part(form, kind, dtypes, form.stacked_shape(shape) if stacked and kind == "numbers" else shape)
-
-
-def _check_names(model: PreTrainedModel, files: Files, parts: Mapping[str, Part]) -> dict[str, str]:
-    """Compare the names, shapes and dtypes of the files' tensors with those of the model.
-
-    Returns:
-        For every tensor of the model that is another one under a second name, and that is not read: the other's name.
-    """
-    wanted, tied = model.state_dict(), dict(model.all_tied_weights_keys)
-    unread = _patterns(model._keys_to_ignore_on_load_unexpected)
-    aliases: dict[str, str] = {}
-    for target, source in tied.items():
-        kept, alias = (target, source) if source not in files.tensors else (source, target)
-        if alias in wanted:
-            aliases[alias] = kept
-    for name, tensor in wanted.items():
-        if name in files.tensors:
-            _check_tensor(name, files.tensors[name], tensor, parts.get(name))
-        elif name not in aliases:
-            raise UnsupportedModelError(
-                f"{files.path} has no tensor {name}, which a {type(model).__name__} with its configuration needs; the "
-                "checkpoint is incomplete, or its files name tensors in another way than transformers' modules."
-            )
-    for name in files.tensors:
-        if name not in wanted and not any(pattern.search(name) for pattern in unread):
-            raise UnsupportedModelError(
-                f"{files.path} holds the tensor {name}, which a {type(model).__name__} with its configuration does not "
-                "have; remove the tensor, or correct the configuration."
-            )
-    return aliases
-
-
-def _patterns(more: Iterable[str] | None) -> list[re.Pattern[str]]:
-    """What transformers does not read either: buffers that old files hold, and what the model's class names."""
-    return [re.compile(text) for text in (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(more or ()))]
-
-
-def _check_tensor(name: str, stored: StoredTensor, wanted: Tensor, part: Part | None) -> None:
-    shape, allowed = (part.shape, part.dtypes) if part else (tuple(wanted.shape), None)
-    if stored.shape != shape:
-        raise UnsupportedModelError(
-            f"{name} of {stored.file} has the shape {list(stored.shape)}, and config.json needs {list(shape)}; "
-            "one of them is of another model."
-        )
-    fits = stored.dtype in allowed if allowed else stored.dtype.is_floating_point == wanted.dtype.is_floating_point
-    if not fits:
-        of = ", ".join(map(str, allowed)) if allowed else f"{wanted.dtype} or one of its kind"
-        raise UnsupportedModelError(f"{name} of {stored.file} is {stored.dtype}; it must be {of}.")
-
-
 @torch.no_grad()
 def _fill(
-    model: PreTrainedModel, files: Files, aliases: Mapping[str, str], parts: Mapping[str, Part], device: torch.device
-) -> None:
+    model: PreTrainedModel, files: Files, aliases: Mapping[str, str], parts: Mapping[str, Part],
+    found: Mapping[str, Sequence[Piece]], device: torch.device,
+) -> None:  # fmt: skip
     """Read the tensors of the files, one at a time, into the model."""
     single = _patterns_of_float32(model)
     for name, empty in model.state_dict(keep_vars=True).items():
         if name in aliases:
-            _check_alias(name, aliases[name], files)
+            _check_alias(name, aliases[name], files, found)
             continue
-        value, part = files.tensors[name].read(), parts.get(name)
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        if part is not None:
-            _check_values(name, value, part, owner, files.tensors[name].file)
-            value = value.view(getattr(owner, leaf).shape)
-        elif value.is_floating_point():
-            value = value.to(torch.float32 if any(p.search(name) for p in single) else empty.dtype)
-        # A mapped file aligns no tensor, and operands that are not aligned may be rounded in another way.
-        value = value.to(device, copy=True).contiguous()
+        part, (owner, leaf) = parts.get(name), owner_of(model, name)
+        dtype = files.tensors[found[name][0].name].dtype
+        if part is None and dtype.is_floating_point:
+            dtype = torch.float32 if any(p.search(name) for p in single) else empty.dtype
+        # Copied even if there is one piece: a mapped file aligns no tensor, and operands that are not aligned may be
+        # rounded in another way.
+        value = torch.empty(getattr(owner, leaf).shape, dtype=dtype, device=device)
+        for piece in found[name]:
+            _read(piece, files.tensors[piece.name], part, owner, piece.slot(value))
         is_parameter = leaf in owner._parameters
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if is_parameter else value)
+
+
+def _read(piece: Piece, stored: StoredTensor, part: Part | None, owner: nn.Module, slot: Tensor) -> None:
+    """Read one tensor into its place. Nothing else holds it, so that it is freed before the next one is read."""
+    value = stored.read()
+    if part is not None:
+        check_values(piece, value, part, owner, stored.file)
+    slot.copy_(value.view(slot.shape))
 
 
 def _patterns_of_float32(model: PreTrainedModel) -> list[re.Pattern[str]]:
@@ -243,38 +167,15 @@ def _patterns_of_float32(model: PreTrainedModel) -> list[re.Pattern[str]]:
     return [re.compile(rf"((^|\.){name}($|\.))") for name in names]
 
 
-def _check_alias(name: str, kept: str, files: Files) -> None:
+def _check_alias(name: str, kept: str, files: Files, found: Mapping[str, Sequence[Piece]]) -> None:
     """A tensor that is tied to another one equals it, if the files hold both."""
-    if name in files.tensors and not torch.equal(files.tensors[name].read(), files.tensors[kept].read()):
+    if name not in found:
+        return
+    ours, theirs = (files.tensors[found[tied][0].name].read() for tied in (name, kept))
+    if not torch.equal(ours, theirs):
         raise UnsupportedModelError(
             f"{files.path} holds {name} and {kept} with different values, and config.json says that they are one; set "
             "tie_word_embeddings to false there if both are meant."
-        )
-
-
-def _check_values(name: str, value: Tensor, part: Part, owner: nn.Module, file: Path) -> None:
-    if part.kind == "shape":
-        _check_stated_shape(name, value, owner)
-    elif part.kind == "scale":
-        _check_scales(name, value, part.form, file)
-
-
-def _check_stated_shape(name: str, value: Tensor, layer: Any) -> None:
-    if value.tolist() != [layer.out_features, layer.in_features]:
-        raise UnsupportedModelError(
-            f"{name} is {value.tolist()}, and config.json needs {[layer.out_features, layer.in_features]}; one of them "
-            "is of another model."
-        )
-
-
-def _check_scales(name: str, value: Tensor, form: Format, file: Path) -> None:
-    scales = form.scales(value, torch.float32)
-    bad = ~(scales.isfinite() & (scales != 0))
-    if bool(bad.any()):
-        place = bad.nonzero()[0].tolist()
-        raise UnsupportedModelError(
-            f"{name} of {file} is {float(scales[tuple(place)])} at {place}; scales must be finite and other than 0, so "
-            "the file is damaged."
         )
 
 

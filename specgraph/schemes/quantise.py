@@ -13,6 +13,7 @@ from specgraph.errors import InputError, UnsupportedModelError
 from specgraph.schemes.layers import PackedLinear, quantise_experts
 from specgraph.schemes.layout import Layout
 from specgraph.schemes.layouts import SCHEMES, layout_for
+from specgraph.schemes.published import published_layers, save_as_published
 
 M = TypeVar("M", bound=PreTrainedModel)
 
@@ -35,7 +36,8 @@ def quantise(
         group_size: how many inputs have one scale in ``int4``: a multiple of 8 that divides the inputs of every layer;
             128 by default.
         ignore: layers that are left as they are: their names or, but for ``fp8``, expressions behind ``re:``, which the
-            beginning of a name has to match.
+            beginning of a name has to match. A mixture of experts is left out by its name, or by those that files give
+            all of its matrices.
 
     Returns:
         The same model.
@@ -43,7 +45,7 @@ def quantise(
     Raises:
         InputError: the scheme is unknown, or the group size does not fit a layer. The model is as before.
         UnsupportedModelError: the model is quantised already, has nothing to quantise, or has a layer that cannot be
-            quantised. The model is as before.
+            quantised, or ``ignore`` names only some matrices of a mixture of experts. The model is as before.
     """
     if scheme not in SCHEMES:
         raise InputError(f"scheme is {scheme!r}; allowed is {', '.join(SCHEMES)}.")
@@ -54,14 +56,16 @@ def quantise(
             f"{type(model).__name__} has a quantization_config already; load it without one to quantise it."
         )
     layout = layout_for(model, scheme, group_size, ignore)
-    layers, experts = layout.linears(model), layout.experts(model)
+    names = published_layers(model)
+    layers, experts = layout.linears(model, names), layout.experts(model, names)
     if not layers and not experts:
         raise UnsupportedModelError(f"{type(model).__name__} has no linear layer but those of ignore, {list(ignore)}.")
-    _check_fits(layout, layout.features(model))
+    _check_fits(layout, layout.features(model, names))
     for name, layer in layers.items():
         model.set_submodule(name, PackedLinear.quantised(layer, layout.form, layout.group_size))
     for module in experts.values():
         quantise_experts(module, layout.form, layout.group_size)
+    save_as_published(model)
     model.config.quantization_config = layout.stated()
     return model
 

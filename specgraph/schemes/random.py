@@ -20,11 +20,11 @@ def fill_packed(model: PreTrainedModel, layout: Layout, device: torch.device) ->
 
     Packed weights are rounded one matrix at a time.
     """
-    for name, layer in layout.linears(model).items():
+    for name, layer in layout.linears(model, {}).items():
         weight = layout.form.quantise(_normal(layer.weight.shape, layer.weight.dtype, device), layout.group_size)
         bias = None if layer.bias is None else torch.zeros_like(layer.bias, device=device)
         model.set_submodule(name, PackedLinear(layout.form, weight, bias))
-    for module in layout.experts(model).values():
+    for module in layout.experts(model, {}).values():
         for name in [*stacks(module)]:
             stack, shape = module.get_parameter(name), stack_features(module, name)
             matrices = (_normal(shape, stack.dtype, device) for _ in range(len(stack)))

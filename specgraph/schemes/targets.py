@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
 from specgraph.errors import UnsupportedModelError
 
 
-def matches(name: str, module: nn.Module, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns is the name of the module, the name of a class of it, or ``re:`` and an expression
-    that the beginning of its name matches.
+def matches(name: str, kind: type[nn.Module], patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns is the name of a module, the name of a class that its class ``kind`` is or is derived
+    from, or ``re:`` and an expression that the beginning of its name matches.
     """
-    kinds = {kind.__name__ for kind in type(module).__mro__}
+    kinds = {base.__name__ for base in kind.__mro__}
     return any(
         re.match(pattern.removeprefix("re:"), name) is not None if pattern.startswith("re:")
         else pattern == name or pattern in kinds
@@ -22,8 +22,13 @@ def matches(name: str, module: nn.Module, patterns: Iterable[str]) -> bool:
     )  # fmt: skip
 
 
-def targeted(model: nn.Module, targets: Iterable[str], ignore: Iterable[str]) -> dict[str, nn.Linear]:
+def targeted(
+    model: nn.Module, targets: Iterable[str], ignore: Iterable[str], layers: Mapping[str, Sequence[str]]
+) -> dict[str, nn.Linear]:
     """The linear layers that ``targets`` match and ``ignore`` does not, by their names.
+
+    A pattern matches the name of a layer in the model or the one that files give it: those that ``layers`` has for its
+    weight.
 
     Raises:
         UnsupportedModelError: a layer is of a class derived from ``nn.Linear``, whose forward may be another, or its
@@ -34,7 +39,10 @@ def targeted(model: nn.Module, targets: Iterable[str], ignore: Iterable[str]) ->
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or not matches(name, module, targets) or matches(name, module, ignore):
+        if not isinstance(module, nn.Linear):
+            continue
+        names, kind = {name, *layers.get(f"{name}.weight", ())}, type(module)
+        if not any(matches(x, kind, targets) for x in names) or any(matches(x, kind, ignore) for x in names):
             continue
         if type(module) is not nn.Linear:
             raise UnsupportedModelError(
