@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import specgraph
 from specgraph.cli import main
 from specgraph.errors import UnsupportedModelError
-from specgraph.schemes.int4 import Int4Linear
+from specgraph.schemes.layers import PackedLinear
 from specgraph.schemes.load import load_causal_lm
 from tests.cli.conftest import save_model
 from tests.decoding import CONFIG
@@ -43,7 +43,7 @@ def test_a_draft_model_is_loaded_with_packed_weights(tmp_path: Path) -> None:
     small = saved(specgraph.quantise(make_model("llama", seed=4, num_hidden_layers=1), group_size=16), tmp_path)
     decoder = specgraph.compile_speculative(target, CONFIG, draft=small)
     held: Any = list(decoder.stages.values())[-1]
-    assert any("int4_linear" in str(node.target) for m in held.modules.unchanged.values() for node in m.graph.nodes)
+    assert any("packed_linear" in str(node.target) for m in held.modules.unchanged.values() for node in m.graph.nodes)
     plain = specgraph.compile_speculative(target, {**CONFIG, "draft": {"kind": "none"}})
     expected = plain.generate(prompts, max_new_tokens=8).new_tokens
     found = decoder.generate(prompts, max_new_tokens=8).new_tokens
@@ -55,7 +55,7 @@ def test_a_draft_model_is_loaded_with_packed_weights(tmp_path: Path) -> None:
 )
 def test_the_dtype_is_that_of_all_that_is_not_packed(dtype: Any, wanted: torch.dtype, folder: Path) -> None:
     model = load_causal_lm(folder, dtype, "model=x")
-    assert model.dtype == wanted and sum(isinstance(layer, Int4Linear) for layer in model.modules()) == 14
+    assert model.dtype == wanted and sum(isinstance(layer, PackedLinear) for layer in model.modules()) == 14
 
 
 def test_another_format_of_compressed_tensors_is_refused(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ import specgraph
 from specgraph.checkpoints.files import Files, StoredTensor, open_files
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.schemes import load as load_module
-from specgraph.schemes.int4 import Int4Linear
+from specgraph.schemes.layers import PackedLinear
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
-from tests.kernels.linear.test_int4 import FAULTS
+from tests.kernels.packed.definition import FAULTS
 from tests.models import make_model, ragged_prompts, saved
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
@@ -33,12 +33,14 @@ PROJECTION = "model.layers.1.mlp.down_proj"
 
 
 @functools.cache
-def quantised(architecture: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
-    return specgraph.quantise(make_model(architecture, seed=3, dtype=dtype, **options), group_size=16)
+def quantised(
+    architecture: str = "llama", dtype: torch.dtype = torch.float32, *, group_size: int = 16, **options: Any
+) -> PreTrainedModel:
+    return specgraph.quantise(make_model(architecture, seed=3, dtype=dtype, **options), group_size=group_size)
 
 
-def layers_of(model: PreTrainedModel) -> dict[str, Int4Linear]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Int4Linear)}
+def layers_of(model: PreTrainedModel) -> dict[str, PackedLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
 
 
 def assert_equal_models(found: PreTrainedModel, expected: PreTrainedModel) -> None:
@@ -158,11 +160,11 @@ def test_transformers_with_compressed_tensors_loads_the_same_model(tmp_path: Pat
         torch.testing.assert_close(model(prompt).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS["int4"])
 def test_compressed_tensors_sees_a_wrong_layout(fault: str, tmp_path: Path) -> None:
     def change(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
         names = [f"{PROJECTION}.{part}" for part in ("weight_packed", "weight_scale")]
-        tensors |= dict(zip(names, FAULTS[fault](*(tensors[name] for name in names)), strict=True))
+        tensors |= dict(zip(names, FAULTS["int4"][fault](*(tensors[name] for name in names)), strict=True))
 
     model, prompt = quantised(), ragged_prompts()[1][None]
     theirs: Any = AutoModelForCausalLM.from_pretrained(changed(model, tmp_path, change))
@@ -223,14 +225,14 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "packed dtype": (_set(f"{PROJECTION}.weight_packed", torch.zeros(32, 6)), "weight_packed of .* be torch.int32"),
     "scale's dtype": (_set(f"{PROJECTION}.weight_scale", torch.ones(32, 3, dtype=torch.int32)),
                       "weight_scale of .* is torch.int32; it must be torch.bfloat16"),
-    "zero scale": (_change_scale(0.0), r"scale of .* is 0\.0 for output 3, group 1; .* other than 0"),
-    "NaN scale": (_change_scale(float("nan")), rf"{PROJECTION}\.weight_scale of .* is nan for output 3, group 1"),
-    "infinite scale": (_change_scale(float("inf")), rf"{PROJECTION}\.weight_scale of .* is inf for output 3, group 1"),
+    "zero scale": (_change_scale(0.0), r"scale of .* is 0\.0 at \[3, 1\]; .* other than 0"),
+    "NaN scale": (_change_scale(float("nan")), rf"{PROJECTION}\.weight_scale of .* is nan at \[3, 1\]"),
+    "infinite scale": (_change_scale(float("inf")), rf"{PROJECTION}\.weight_scale of .* is inf at \[3, 1\]"),
     "integer norm": (_set("model.norm.weight", torch.ones(32, dtype=INT)), r"norm\.weight of .* is torch.int32"),
     "method": (_state("quant_method", "gptq"), "quant_method of quantization_config is 'gptq'; allowed is 'comp"),
     "format": (_state("format", "nvfp4-pack-quantized"), "format of quantization_config .* is 'pack-quantized'"),
     "ignored": (_state("ignore", ["lm_head", PROJECTION]), rf"no tensor {PROJECTION}\.weight,"),
-    "group size": (_group_size(32), r"mlp\.down_proj has 48 inputs, .* group_size of quantization_config, 32"),
+    "group size": (_group_size(32), r"mlp\.down_proj cannot be stored as quantization_config states: .* group size, 32"),
 }  # fmt: skip
 
 
@@ -291,6 +293,14 @@ def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path) -> N
 
 
 def test_files_with_a_matrix_for_each_expert_are_refused(tmp_path: Path) -> None:
-    """As transformers saves stacks of experts."""
-    with pytest.raises(UnsupportedModelError, match=r"mlp\.experts\.gate_up_proj, .* in another way than transformers"):
-        specgraph.load(saved(specgraph.quantise(make_model("qwen3_moe"), group_size=16), tmp_path))
+    """As other tools save a mixture of experts."""
+
+    def split(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
+        for name in [name for name in tensors if ".down_proj_" in name]:
+            path, _, part = name.rpartition(".down_proj_")
+            for expert, matrix in enumerate(tensors.pop(name)):
+                tensors[f"{path}.{expert}.down_proj.weight_{part}"] = matrix
+
+    folder = changed(quantised("qwen3_moe", group_size=8), tmp_path, split)
+    with pytest.raises(UnsupportedModelError, match=r"experts\.down_proj_packed, .* in another way than transformers"):
+        specgraph.load(folder)

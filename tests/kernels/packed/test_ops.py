@@ -13,7 +13,15 @@ from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM, NormParts, norm
 from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PACKED_LINEAR_NORM, packed_linear
 from tests.kernels.packed.definition import (
-    DEVICE, EVERY_FAULT, FAULTS, NAMES, SHAPES, matrix, normal, random_weight, rounded_rows,
+    DEVICE,
+    EVERY_FAULT,
+    FAULTS,
+    NAMES,
+    SHAPES,
+    matrix,
+    normal,
+    random_weight,
+    rounded_rows,
 )  # fmt: skip
 from tests.kernels.rounding import assert_within
 
