@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "method": (_state("quant_method", "gptq"), "quant_method of quantization_config is 'gptq'; allowed is 'comp"),
     "format": (_state("format", "nvfp4-pack-quantized"), "format of quantization_config .* is 'pack-quantized'"),
     "ignored": (_state("ignore", ["lm_head", PROJECTION]), rf"no tensor {PROJECTION}\.weight,"),
-    "group size": (_group_size(32), r"mlp\.down_proj cannot be stored as quantization_config states: .* group size, 32"),
+    "group size": (_group_size(32), r"mlp\.down_proj cannot be stored as quantization_config states: .* size, 32"),
 }  # fmt: skip
 
 
