@@ -17,6 +17,9 @@ from specgraph.ir import linear as linears
 from specgraph.ir.linear import packed_tensors, scheme_of, stacks_of
 from specgraph.ir.traffic import reads_of
 from specgraph.kernels.packed.formats import format_of
+from specgraph.passes.few_rows import FewRows
+from specgraph.passes.pipeline import run_passes
+from tests.compiler.test_pipeline import first
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy, in_a_stream_and_a_session
 from tests.ir.test_linear import misses, up_to_end
 from tests.kernels.packed.definition import EVERY_FAULT, FAULTS
@@ -405,3 +408,27 @@ def test_a_draft_model_that_is_a_copy_shares_every_packed_tensor(architecture: s
     stacks = ("gate_up_proj", "down_proj")
     names += [f"{name}.{x}{part}" for name in packed_experts(model) for x in stacks for part in form.stack_parts]
     assert {f"draft.{name} -> target.{name}" for name in names} <= found
+
+
+def few_rows(model: PreTrainedModel) -> tuple[int, set[str]]:
+    """How many layers the pass for few rows replaced, and why it left others."""
+    (report,) = run_passes(first(target=trace(model)), [FewRows()])[1]
+    return report.result.matches, {miss.reason for miss in report.result.near_misses}
+
+
+def test_layers_of_int4_in_bfloat16_have_a_form_for_few_rows() -> None:
+    """Groups of 32 and outputs in multiples of 32, as the kernel has them: not the keys and values, which have 16."""
+    sizes = {"dtype": torch.bfloat16, "intermediate_size": 64}
+    assert few_rows(specgraph.quantise(make_model("llama", **sizes), group_size=32)) == (
+        2 * 5,
+        {"int4 has no such product"},
+    )
+    assert few_rows(specgraph.quantise(make_model("llama", **sizes), "fp8")) == (0, {"fp8_blocks has no such product"})
+    exact = specgraph.quantise(make_model("llama", dtype=torch.float64, intermediate_size=64), group_size=32)
+    assert few_rows(exact) == (0, set())
+
+
+def test_a_weight_that_the_graph_computes_has_a_form_for_few_rows() -> None:
+    """DeepSeek's router casts its weight."""
+    matches, _ = few_rows(quantised("deepseek_v3", "int4", torch.float32))
+    assert matches == 2  # the router of the second layer, and the projection onto the vocabulary
