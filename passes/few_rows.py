@@ -1,8 +1,8 @@
 """Linear layers on a CPU run a product that is faster for the few rows of a decode step, if their scheme has one.
 
 :mod:`specgraph.kernels.linear.few_rows` says why for dense weights. Only float32 gains there: PyTorch gives lower
-precision to another library, and float64 is for checking. :mod:`specgraph.kernels.packed.few_rows` has the form of packed
-weights, for which their tensors are laid out anew.
+precision to another library, and float64 is for checking. :mod:`specgraph.kernels.packed.few_rows` has the form of
+packed weights, for which their tensors are laid out anew.
 """
 
 from __future__ import annotations
