@@ -39,7 +39,7 @@ def sizes(architecture: str, scheme: str) -> dict[str, Any]:
 def _quantised(
     architecture: str, scheme: str, dtype: torch.dtype, seed: int, layers: int | None, group_size: int | None
 ) -> PreTrainedModel:
-    overrides = {} if layers is None else {"num_hidden_layers": layers}
+    overrides: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     model = make_model(architecture, seed=seed, dtype=dtype, **sizes(architecture, scheme), **overrides)
     options = SCHEMES[scheme] if group_size is None else {"group_size": group_size}
     return specgraph.quantise(model, scheme, **options)

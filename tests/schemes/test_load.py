@@ -212,7 +212,7 @@ def test_transformers_with_compressed_tensors_loads_the_same_model(scheme: str, 
 
 def blocks(architecture: str = "llama") -> PreTrainedModel:
     """A model in fp8 whose blocks are full, as transformers needs them."""
-    full = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 384}
+    full: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 384}
     model = make_model(architecture, seed=3, dtype=torch.bfloat16, initializer_range=0.1, **full)
     return specgraph.quantise(model, "fp8")
 
@@ -263,9 +263,9 @@ def test_another_package_sees_a_wrong_layout(name: str, fault: str, tmp_path: Pa
         assert {key for key in right if not torch.equal(right[key], theirs[key])} == {f"{PROJECTION}.weight"}
         return
     model, prompt = quantised("llama", name), ragged_prompts()[1][None]
-    theirs = by_transformers(changed(model, tmp_path, change), prompt)
+    logits = by_transformers(changed(model, tmp_path, change), prompt)
     with torch.no_grad():
-        assert float((theirs - model(prompt).logits).abs().nan_to_num(torch.inf).max()) > 1e-2
+        assert float((logits - model(prompt).logits).abs().nan_to_num(torch.inf).max()) > 1e-2
 
 
 @pytest.mark.parametrize("fault", FAULTS["mxfp4"])
@@ -455,7 +455,7 @@ def test_files_with_a_matrix_for_each_expert_are_refused(tmp_path: Path) -> None
 
     def split(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
         for name in [name for name in tensors if ".down_proj_" in name]:
-            path, _, part = name.rpartition(".down_proj_")
+            path, part = name.split(".down_proj_")
             for expert, matrix in enumerate(tensors.pop(name)):
                 tensors[f"{path}.{expert}.down_proj.weight_{part}"] = matrix
 

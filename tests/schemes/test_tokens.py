@@ -26,7 +26,7 @@ from tests.kernels.packed.definition import EVERY_FAULT, FAULTS
 from tests.models import make_head, make_model, ragged_prompts
 from tests.once import once
 from tests.pairwise import cover, product
-from tests.schemes.models import FORMATS, SCHEMES, oracle, packed_experts, packed_layers, quantised
+from tests.schemes.models import FORMATS, SCHEMES, oracle, packed_experts, packed_layers, quantised, sizes
 
 PROMPTS = ragged_prompts()
 NEW_TOKENS = 12
@@ -121,8 +121,14 @@ def test_seeded_tokens_are_those_of_plain_decoding(draft: str, scheme: str, arch
 
 def wide(**more: Any) -> PreTrainedModel:
     """A model in fp8 with several blocks in each weight, the last ones of which are not full."""
-    sizes = {"hidden_size": 144, "head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 200, **more}
-    model = make_model("llama", seed=3, dtype=torch.float64, initializer_range=0.15, **sizes)
+    shape: dict[str, Any] = {
+        "hidden_size": 144,
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 200,
+        **more,
+    }
+    model = make_model("llama", seed=3, dtype=torch.float64, initializer_range=0.15, **shape)
     return specgraph.quantise(model, "fp8")
 
 
@@ -355,7 +361,7 @@ def test_groups_of_two_sizes_are_not_merged() -> None:
 
 @every_scheme
 def test_a_dense_and_a_packed_layer_are_not_merged(scheme: str) -> None:
-    model = make_model("llama", seed=3, **({"intermediate_size": 64} if scheme == "mxfp4" else {}))
+    model = make_model("llama", seed=3, **sizes("llama", scheme))
     ignore = ("lm_head", *(f"model.layers.{layer}.self_attn.v_proj" for layer in (0, 1)))
     made = decoder(specgraph.quantise(model, scheme, ignore=ignore, **SCHEMES[scheme]))
     mixed = f"linear layers that read it have weights of two schemes: {FORMATS[scheme]} and dense"
@@ -418,12 +424,15 @@ def few_rows(model: PreTrainedModel) -> tuple[int, set[str]]:
 
 def test_layers_of_int4_in_bfloat16_have_a_form_for_few_rows() -> None:
     """Groups of 32 and outputs in multiples of 32, as the kernel has them: not the keys and values, which have 16."""
-    sizes = {"dtype": torch.bfloat16, "intermediate_size": 64}
-    assert few_rows(specgraph.quantise(make_model("llama", **sizes), group_size=32)) == (
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "intermediate_size": 64}
+    assert few_rows(specgraph.quantise(make_model("llama", **options), group_size=32)) == (
         2 * 5,
         {"int4 has no such product"},
     )
-    assert few_rows(specgraph.quantise(make_model("llama", **sizes), "fp8")) == (0, {"fp8_blocks has no such product"})
+    assert few_rows(specgraph.quantise(make_model("llama", **options), "fp8")) == (
+        0,
+        {"fp8_blocks has no such product"},
+    )
     exact = specgraph.quantise(make_model("llama", dtype=torch.float64, intermediate_size=64), group_size=32)
     assert few_rows(exact) == (0, set())
 
