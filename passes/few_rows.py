@@ -1,8 +1,8 @@
 """Linear layers on a CPU run a product that is faster for the few rows of a decode step, if their scheme has one.
 
 :mod:`specgraph.kernels.linear.few_rows` says why for dense weights. Only float32 gains there: PyTorch gives lower
-precision to another library, and float64 is for checking. :mod:`specgraph.kernels.packed.few_rows` has the form of packed
-weights, for which their tensors are laid out anew.
+precision to another library, and float64 is for checking. :mod:`specgraph.kernels.packed.few_rows` has the form of
+packed weights, for which their tensors are laid out anew.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ class FewRows(Pass, invalidates={"traced"}, exact=False):
 
 def _replace(module: fx.GraphModule, linear: Linear, dtype: torch.dtype) -> str | None:
     """Let a layer call the form for few rows; or why it cannot."""
-    weight = linear.tensors(module)[: len(linear.weight)]
-    form = linear.scheme.few_rows_form(weight, dtype)
+    if linear.scheme.few_rows is not None:  # takes the weight as it is, also one that the graph computes
+        linear.node.target = linear.scheme.few_rows
+        return None
+    form = linear.scheme.few_rows_form(linear.tensors(module)[: len(linear.weight)], dtype)
     if form is None:
         return f"{linear.scheme.name} has no such product"
     run, tensors = form
-    if all(own is given for own, given in zip(weight, tensors, strict=True)):
-        linear.node.target = run
-        return None
     with module.graph.inserting_before(linear.node):
         constants = [_laid_out_anew(module, node, tensor) for node, tensor in zip(linear.weight, tensors, strict=True)]
     replace_by(linear.node, run, (linear.x, *constants, linear.bias))

@@ -12,8 +12,8 @@ weight ``[8192, 2048]`` in groups of 128, with PyTorch 2.13 (*dense*: ``linear``
 | 8 | 4.6 | 2.9 |
 | 16 | 7.9 | 2.7 |
 
-In float32 the same kernel takes ten times as long as ``linear``, so only bfloat16 has this form. It takes the numbers in
-an order of its own, which is a second copy of them, and scales in the dtype of ``x``. Groups have 32, 64, 128 or 256
+In float32 the same kernel takes ten times as long as ``linear``, so only bfloat16 has this form. It takes the numbers
+in an order of its own, which is a second copy of them, and scales in the dtype of ``x``. Groups have 32, 64, 128 or 256
 inputs.
 """
 

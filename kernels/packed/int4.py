@@ -47,11 +47,11 @@ class Int4(Format):
         return None if tensors is None else (few_rows_int4, tensors)
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
-        """Words and groups have to be full."""
-        size = group_size or GROUP
-        if size < 1 or inputs % self.per_element or inputs % size:
-            return f"its {inputs} inputs are no multiple of {self.per_element} and of the group size, {size}"
-        return None
+        """Groups have to be full, and to consist of whole words."""
+        size = GROUP if group_size is None else group_size
+        if size < 1 or size % self.per_element:
+            return f"the group size, {size}, is no positive multiple of {self.per_element}"
+        return f"its {inputs} inputs are no multiple of the group size, {size}" if inputs % size else None
 
     def shapes(
         self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype

@@ -58,9 +58,10 @@ class Scheme:
     ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
         """What computes ``traced`` for the few rows of a decode step on a CPU, ``(x, *tensors, bias)``; or None.
 
-        The tensors are those of the weight, or take their place one by one.
+        The tensors take the place of those of the weight one by one. A scheme whose form takes the weight as it is has
+        :attr:`few_rows` instead.
         """
-        return None if self.few_rows is None else (self.few_rows, tuple(weight))
+        return None
 
     def operands(self, weight: Sequence[Any]) -> tuple[Any, ...]:
         """The tensors of a weight, or the nodes that read them, as the ops take them behind ``x``."""

@@ -29,7 +29,8 @@ class FineGrained(Layout):
     @classmethod
     def read(cls, stated: Mapping[str, Any]) -> FineGrained:
         """The layout that a ``quantization_config`` states."""
-        check_stated("weight_block_size", [*(stated.get("weight_block_size") or ())], [BLOCK, BLOCK])
+        size = stated.get("weight_block_size")
+        check_stated("weight_block_size", [*size] if isinstance(size, (list, tuple)) else size, [BLOCK, BLOCK])
         check_stated("activation_scheme", stated.get("activation_scheme", "dynamic"), "dynamic")
         check_stated("scale_fmt", stated.get("scale_fmt") or "float", "float")
         check_stated("fmt", stated.get("fmt") or "e4m3", "e4m3")

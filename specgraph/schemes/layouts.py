@@ -29,8 +29,8 @@ def read_layout(stated: Mapping[str, Any]) -> Layout:
     Raises:
         UnsupportedModelError: it is of another tool, or states a format that is not known.
     """
-    method = stated.get("quant_method")
-    if method not in LAYOUTS:
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
+    if not isinstance(method, str) or method not in LAYOUTS:
         allowed = ", ".join(map(repr, LAYOUTS))
         raise UnsupportedModelError(f"quant_method of quantization_config is {method!r}; allowed is {allowed}.")
     return LAYOUTS[method].read(stated)

@@ -76,7 +76,10 @@ def _check_fits(layout: Layout, weights: dict[str, tuple[int, int]]) -> None:
     name = next((name for name, reason in reasons.items() if reason is not None), None)
     if name is None:
         return
-    per_element, common = layout.form.per_element, math.gcd(*(inputs for _, inputs in weights.values()))
-    fitting = [size for size in range(per_element, common + 1, per_element) if common % size == 0]
-    hint = f"; all layers have groups of {', '.join(map(str, fitting))}" if fitting else "; add its name to ignore"
-    raise InputError(f"{name} cannot be stored in {layout.form.name}: {reasons[name]}{hint}.")
+    form, common = layout.form, math.gcd(*(inputs for _, inputs in weights.values()))
+    sizes = [size for size in range(form.per_element, common + 1, form.per_element) if common % size == 0]
+    fitting = [size for size in sizes if all(form.why_not(*shape, size) is None for shape in set(weights.values()))]
+    hint = "leave group_size out" if form.why_not(*weights[name], None) is None else "add its name to ignore"
+    if fitting:
+        hint = f"all layers have groups of {', '.join(map(str, fitting))}"
+    raise InputError(f"{name} cannot be stored in {form.name}: {reasons[name]}; {hint}.")

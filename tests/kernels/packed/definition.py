@@ -1,0 +1,125 @@
+"""What the formats of packed weights mean, entry by entry, and what a mistaken layout would make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.packed.format import Format
+from specgraph.kernels.packed.formats import FORMATS
+
+NAMES = tuple(FORMATS)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = {"int4": (5, 48), "mxfp4": (5, 96), "fp8_blocks": (200, 144)}
+"""Weights of three groups or of 2 x 2 blocks; the last ones of those are not full."""
+
+
+def floating(code: int, exponent_bits: int, mantissa_bits: int) -> float:
+    """The value of a sign, an exponent and a mantissa, in this order."""
+    bias, mantissa = 2 ** (exponent_bits - 1) - 1, (code & (1 << mantissa_bits) - 1) / 2**mantissa_bits
+    exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
+    value = (1 + mantissa) * 2.0 ** (exponent - bias) if exponent else mantissa * 2.0 ** (1 - bias)
+    return -value if code >> exponent_bits + mantissa_bits else value
+
+
+VALUES = {
+    "int4": [code - 8.0 for code in range(16)],
+    "mxfp4": [floating(code, 2, 1) for code in range(16)],
+    "fp8_blocks": [floating(code, 4, 3) for code in range(256)],  # 127 and 255 are no numbers
+}
+"""What each code means."""
+BITS = {"int4": 4, "mxfp4": 4, "fp8_blocks": 8}
+
+
+def matrix(name: str, weight: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+    """The weight ``[O, I]`` or ``[E, O, I]``, by a loop over its entries."""
+    numbers, scale = (part.detach().cpu() for part in weight)
+    if numbers.dim() == 3:
+        return torch.stack([matrix(name, parts, dtype) for parts in zip(numbers, scale, strict=True)])
+    bits, words = BITS[name], numbers.view(torch.int32 if name == "int4" else torch.uint8).tolist()
+    scales = [[2.0 ** (x - 127) if name == "mxfp4" else x for x in row] for row in scale.tolist()]
+    per_word = 8 * numbers.element_size() // bits
+    inputs, values, mask = len(words[0]) * per_word, VALUES[name], (1 << bits) - 1
+    outer, inner = (128, 128) if name == "fp8_blocks" else (1, inputs // len(scales[0]))
+    entries = [
+        [values[words[o][i // per_word] >> bits * (i % per_word) & mask] * scales[o // outer][i // inner]
+         for i in range(inputs)] for o in range(len(words))
+    ]  # fmt: skip
+    return torch.tensor(entries, dtype=dtype, device=weight[0].device)
+
+
+def rounded_rows(name: str, x: Tensor) -> Tensor:
+    """Rows as a format quantises them, in float32 or float64."""
+    rows = x.to(torch.promote_types(x.dtype, torch.float32))
+    if name != "fp8_blocks":
+        return rows
+    parts = []
+    for part in rows.split(128, -1):
+        top = part.abs().amax(-1, keepdim=True).float() / 448
+        scale = top.where(top > 0, 1).to(rows.dtype)
+        parts.append((part / scale).float().to(torch.float8_e4m3fn).to(rows.dtype) * scale)
+    return torch.cat(parts, -1)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def random_weight(name: str, experts: int | None = None, seed: int = 0) -> list[Tensor]:
+    """Random numbers, all codes among them, and random scales; a stack of them for a number of experts."""
+    if experts is not None:
+        made = [random_weight(name, seed=seed + expert) for expert in range(experts)]
+        return [torch.stack(parts) for parts in zip(*made, strict=True)]
+    outputs, inputs = SHAPES[name]
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (outputs, inputs * BITS[name] // 8), generator=generator, dtype=torch.uint8)
+    if name == "int4":
+        return [codes.view(torch.int32).to(DEVICE), normal(outputs, 3, dtype=torch.bfloat16, seed=seed)]
+    if name == "mxfp4":
+        return [codes.to(DEVICE), torch.randint(120, 130, (outputs, 3), generator=generator).to(torch.uint8).to(DEVICE)]
+    codes[codes & 127 == 127] = 0  # no numbers
+    return [codes.view(torch.float8_e4m3fn).to(DEVICE), normal(2, 2, dtype=torch.float32, seed=seed).exp() / 64]
+
+
+def form_of(name: str) -> Format:
+    return FORMATS[name]
+
+
+def _bits(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A change of the stored bytes, which are the two numbers of a byte where they have four bits."""
+    return lambda numbers, scale: (change(numbers.view(torch.uint8)).contiguous().view(numbers.dtype), scale)
+
+
+def _each_nibble(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda codes: change(codes & 15) & 15 | (change(codes >> 4) & 15) << 4
+
+
+FAULTS: dict[str, dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]] = {
+    "int4": {
+        "swapped nibbles": _bits(lambda codes: codes << 4 | codes >> 4),
+        "the neighbouring group's scale": lambda numbers, scale: (numbers, scale.roll(1, -1)),
+        "offset forgotten": _bits(lambda codes: codes ^ 0x88),  # as if two's complement were stored
+        "bytes reversed": _bits(lambda codes: codes.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)),
+        "scale inverted": lambda numbers, scale: (numbers, 1 / scale),
+    },
+    "mxfp4": {
+        "swapped nibbles": _bits(lambda codes: codes << 4 | codes >> 4),
+        "the neighbouring group's scale": lambda numbers, scale: (numbers, scale.roll(1, -1)),
+        "sign behind the exponent": _bits(_each_nibble(lambda codes: codes << 1 | codes >> 3)),
+        "exponent behind the mantissa": _bits(_each_nibble(lambda codes: codes & 8 | codes >> 1 & 3 | codes << 2 & 4)),
+        "scale inverted": lambda numbers, scale: (numbers, 254 - scale),
+        "offset of the scale": lambda numbers, scale: (numbers, scale + 1),
+    },
+    "fp8_blocks": {
+        "the neighbouring block's scale": lambda numbers, scale: (numbers, scale.roll(1, -1)),
+        "the block's scale below": lambda numbers, scale: (numbers, scale.roll(1, -2)),
+        "sign behind the exponent": _bits(lambda codes: codes << 1 | codes >> 7),
+        "e5m2": _bits(lambda codes: codes.view(torch.float8_e5m2).float().to(torch.float8_e4m3fn).view(torch.uint8)),
+        "scale inverted": lambda numbers, scale: (numbers, 1 / scale),
+    },
+}  # fmt: skip
+"""For each format, weights that are stored in another way."""
+EVERY_FAULT = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
