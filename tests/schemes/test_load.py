@@ -448,17 +448,3 @@ def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path) -> N
     folder = changed(quantised(), tmp_path, lambda _, config: config.update(model_type="lama"))
     with pytest.raises(ConfigError, match=r"folder=.* cannot be loaded as a causal LM: .*lama"):
         specgraph.load(folder)
-
-
-def test_files_with_a_matrix_for_each_expert_are_refused(tmp_path: Path) -> None:
-    """As other tools save a mixture of experts."""
-
-    def split(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
-        for name in [name for name in tensors if ".down_proj_" in name]:
-            path, part = name.split(".down_proj_")
-            for expert, matrix in enumerate(tensors.pop(name)):
-                tensors[f"{path}.{expert}.down_proj.weight_{part}"] = matrix
-
-    folder = changed(quantised("qwen3_moe", group_size=8), tmp_path, split)
-    with pytest.raises(UnsupportedModelError, match=r"experts\.down_proj_packed, .* in another way than transformers"):
-        specgraph.load(folder)
