@@ -143,7 +143,7 @@ def nibbles(words: Tensor) -> Tensor:
 def join_nibbles(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of :func:`nibbles`: integers from 0 to 15 in int32 or uint8."""
     shifts = _shifts(dtype, codes.device)
-    words = codes.to(dtype).unflatten(-1, (-1, len(shifts))) << shifts
+    words = torch.unflatten(codes.to(dtype), -1, (-1, len(shifts))) << shifts
     return words.sum(-1, dtype=dtype)  # no two of them have a bit in common, so that the sum joins them
 
 

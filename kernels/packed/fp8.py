@@ -66,7 +66,7 @@ class Fp8Blocks(Format):
         exact = torch.promote_types(weight.dtype, torch.float32)
         outputs, inputs = weight.shape[-2:]
         padded = functional.pad(weight.to(exact), (0, -inputs % BLOCK, 0, -outputs % BLOCK))
-        blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., O / 128, 128, I / 128, 128]
+        blocks = torch.unflatten(torch.unflatten(padded, -1, (-1, BLOCK)), -3, (-1, BLOCK))  # [..., O / 128, 128, I / 128, 128]
         top = blocks.abs().amax((-3, -1))
         scale = torch.where(top > 0, top / LARGEST, 1.0).float()
         numbers = (blocks / scale.to(exact)[..., None, :, None]).clamp(-LARGEST, LARGEST)
@@ -77,7 +77,7 @@ class Fp8Blocks(Format):
         """Rows ``[..., I]`` whose every 128 entries are multiples of a scale of their own."""
         exact = torch.promote_types(x.dtype, torch.float32)
         inputs = x.shape[-1]
-        groups = functional.pad(x.to(exact), (0, -inputs % BLOCK)).unflatten(-1, (-1, BLOCK))
+        groups = torch.unflatten(functional.pad(x.to(exact), (0, -inputs % BLOCK)), -1, (-1, BLOCK))
         top = groups.abs().amax(-1, keepdim=True).float()
         scale = torch.where(top > 0, top / LARGEST, 1.0).to(exact)
         numbers = (groups / scale).clamp(-LARGEST, LARGEST).float().to(torch.float8_e4m3fn)

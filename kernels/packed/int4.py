@@ -71,7 +71,7 @@ class Int4(Format):
         """
         exact = torch.promote_types(weight.dtype, torch.float32)
         kept = _kept(weight.dtype)
-        groups = weight.to(exact).unflatten(-1, (-1, group_size or GROUP))
+        groups = torch.unflatten(weight.to(exact), -1, (-1, group_size or GROUP))
         scale = (groups.abs().amax(-1) / HALF_RANGE).to(kept)
         scale = torch.where(scale == 0, torch.finfo(kept).eps, scale)
         values = (groups / scale.to(exact)[..., None]).round().clamp(-8, 7)

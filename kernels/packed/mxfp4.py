@@ -75,7 +75,7 @@ class Mxfp4(Format):
         halfway between two become the one whose mantissa is even.
         """
         exact = torch.promote_types(weight.dtype, torch.float32)
-        groups = weight.to(exact).unflatten(-1, (-1, GROUP))
+        groups = torch.unflatten(weight.to(exact), -1, (-1, GROUP))
         _, exponent = torch.frexp(groups.abs().amax(-1))  # magnitudes are in [0.5, 1) times 2 ** exponent
         scale = (exponent - 1 - LARGEST_EXPONENT + BIAS).clamp(0, 254).to(torch.uint8)
         scaled = groups / self.scales(scale, exact)[..., None]

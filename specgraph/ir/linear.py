@@ -54,9 +54,10 @@ class Linear:
     @property
     def is_traced(self) -> bool:
         """Whether it is as tracing made it, with one matrix for all rows and nothing fused with it."""
-        if self.node.target is not self.scheme.traced:
+        traced = self.scheme.traced
+        if self.node.target is not traced:
             return False
-        defaults = {argument.name: argument.default_value for argument in self.scheme.traced._schema.arguments}
+        defaults = {argument.name: argument.default_value for argument in traced._schema.arguments}
         return all(value == defaults[name] for name, value in self.epilogue.items())
 
     @property

@@ -32,7 +32,7 @@ class Packed(nn.Module):
             made = fn(tensor)
             return made.to(stored) if tensor.dtype == stored else made  # a wider dtype holds every number
 
-        return super()._apply(apply, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
 
 
 class PackedLinear(Packed):
@@ -67,7 +67,7 @@ class PackedLinear(Packed):
     @classmethod
     def empty_as(cls, layer: nn.Linear, form: Format, group_size: int | None = None) -> PackedLinear:
         """A layer whose tensors have the shapes that those of ``layer`` would have, on its device."""
-        shapes = form.shapes(*layer.weight.shape, group_size, layer.weight.dtype)
+        shapes = form.shapes(layer.out_features, layer.in_features, group_size, layer.weight.dtype)
         weight = [torch.empty(shape, dtype=dtype, device=layer.weight.device) for shape, dtype in shapes]
         return cls(form, weight, None if layer.bias is None else layer.bias.detach())
 
@@ -158,5 +158,5 @@ def _replace(module: Any, name: str, form: Format, weight: Sequence[Tensor]) -> 
 
 
 @functools.cache
-def _packed_class(kind: type[nn.Module]) -> type[nn.Module]:
+def _packed_class(kind: Any) -> type[nn.Module]:
     return type(f"Packed{kind.__name__}", (PackedExperts, kind), {"__doc__": PackedExperts.__doc__})
