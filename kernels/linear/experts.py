@@ -29,9 +29,9 @@ from torch.nn import functional
 
 from specgraph.kernels.checks import check_shapes
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
+from specgraph.kernels.linear.multiply_packed import multiply_packed, packed_rows
 from specgraph.kernels.linear.product import Scales
 from specgraph.kernels.ops import declare, triton_or_reference
-from specgraph.kernels.packed.multiply import multiply_packed, packed_rows
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ def _expert_linear_kernel(
 ):
     """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
 
-    Weights in a ``FORMAT`` are read as words, and have scales (:mod:`specgraph.kernels.packed.multiply`).
+    Weights in a ``FORMAT`` are read as words, and have scales (:mod:`specgraph.kernels.linear.multiply_packed`).
     """
     gdc_wait(PDL)
     expert = tl.program_id(1).to(tl.int64)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait
-from specgraph.kernels.packed.multiply import multiply_packed, packed_rows, per_word
+from specgraph.kernels.linear.multiply_packed import multiply_packed, packed_rows, per_word
 
 NORM_GROUP = 64
 """The entries of a norm group, whose squares are summed together. Every tile of a product holds whole groups."""
@@ -307,7 +307,7 @@ def linear_kernel(
     preceding kernel. This needs no wait because weights are constant.
 
     A weight in a ``FORMAT`` is read as words, and has scales ``weight_scale_ptr``; so may rows of ``x`` have
-    (:func:`~specgraph.kernels.packed.multiply.multiply_packed`).
+    (:func:`~specgraph.kernels.linear.multiply_packed.multiply_packed`).
     """
     OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     SCALE: tl.constexpr = "sum_sq" if sum_sq_ptr is not None else "none" if scale_ptr is None else "ready"

@@ -66,7 +66,8 @@ class Fp8Blocks(Format):
         exact = torch.promote_types(weight.dtype, torch.float32)
         outputs, inputs = weight.shape[-2:]
         padded = functional.pad(weight.to(exact), (0, -inputs % BLOCK, 0, -outputs % BLOCK))
-        blocks = torch.unflatten(torch.unflatten(padded, -1, (-1, BLOCK)), -3, (-1, BLOCK))  # [..., O / 128, 128, I / 128, 128]
+        # ---- [..., O / 128, 128, I / 128, 128]
+        blocks = torch.unflatten(torch.unflatten(padded, -1, (-1, BLOCK)), -3, (-1, BLOCK))
         top = blocks.abs().amax((-3, -1))
         scale = torch.where(top > 0, top / LARGEST, 1.0).float()
         numbers = (blocks / scale.to(exact)[..., None, :, None]).clamp(-LARGEST, LARGEST)

@@ -54,10 +54,9 @@ class Linear:
     @property
     def is_traced(self) -> bool:
         """Whether it is as tracing made it, with one matrix for all rows and nothing fused with it."""
-        traced = self.scheme.traced
-        if self.node.target is not traced:
+        if self.node.target is not self.scheme.traced:
             return False
-        defaults = {argument.name: argument.default_value for argument in traced._schema.arguments}
+        defaults = _defaults(self.scheme.traced)
         return all(value == defaults[name] for name, value in self.epilogue.items())
 
     @property
@@ -134,3 +133,8 @@ def packed_tensors(model: nn.Module) -> Iterator[Tensor]:
             yield from {id(part): part for part in (*layer[1], *others)}.values()
         for _, stack in stacks_of(module).values():
             yield from stack
+
+
+def _defaults(op: Any) -> dict[str, Any]:
+    """The values that the arguments of an op have unless they are given."""
+    return {argument.name: argument.default_value for argument in op._schema.arguments}

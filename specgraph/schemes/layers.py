@@ -154,7 +154,8 @@ def _replace(module: Any, name: str, form: Format, weight: Sequence[Tensor]) -> 
         module.register_parameter(f"{name}{part}", nn.Parameter(tensor, requires_grad=False))
     module.format = form.name
     if not isinstance(module, PackedExperts):
-        module.__class__ = _packed_class(type(module))
+        kind: Any = type(module)
+        module.__class__ = _packed_class(kind)
 
 
 @functools.cache
