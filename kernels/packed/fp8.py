@@ -69,7 +69,7 @@ class Fp8Blocks(Format):
         # ---- [..., O / 128, 128, I / 128, 128]
         blocks = torch.unflatten(torch.unflatten(padded, -1, (-1, BLOCK)), -3, (-1, BLOCK))
         top = blocks.abs().amax((-3, -1))
-        scale = torch.where(top > 0, top / LARGEST, 1.0).float()
+        scale = _scale(top).float()
         numbers = (blocks / scale.to(exact)[..., None, :, None]).clamp(-LARGEST, LARGEST)
         numbers = numbers.flatten(-4, -3).flatten(-2)[..., :outputs, :inputs]
         return numbers.contiguous().to(torch.float8_e4m3fn), scale
@@ -80,9 +80,18 @@ class Fp8Blocks(Format):
         inputs = x.shape[-1]
         groups = torch.unflatten(functional.pad(x.to(exact), (0, -inputs % BLOCK)), -1, (-1, BLOCK))
         top = groups.abs().amax(-1, keepdim=True).float()
-        scale = torch.where(top > 0, top / LARGEST, 1.0).to(exact)
+        scale = _scale(top).to(exact)
         numbers = (groups / scale).clamp(-LARGEST, LARGEST).float().to(torch.float8_e4m3fn)
         return (numbers.to(exact) * scale).flatten(-2)[..., :inputs]
+
+
+def _scale(top: Tensor) -> Tensor:
+    """The scale with which a largest magnitude becomes 448; 1 for zeros.
+
+    On a GPU, PyTorch multiplies with the reciprocal of a divisor that is a plain number, which may lose the last bit.
+    Quotients of few bits then fall on the other side of a half.
+    """
+    return torch.where(top > 0, top / torch.full_like(top, LARGEST), 1.0)
 
 
 FP8_BLOCKS = Fp8Blocks()
