@@ -84,7 +84,7 @@ class ModelGuard:
         self._followed = frozenset[int]() if last.captured else frozenset(map(id, _read(last)))
         memory = {tensor.untyped_storage().data_ptr() for tensor in _read(last)}
         self._copied = [
-            name for name, tensor in zip(self._tensor_names, self._tensors(), strict=True)
+            index for index, tensor in enumerate(self._tensors())
             if tensor.untyped_storage().data_ptr() not in memory and not tensor.is_inference()
         ]  # fmt: skip
         self._before = self._now().copied()
@@ -113,8 +113,8 @@ class ModelGuard:
         except TypeError:
             pointers = []
         forwards = [*map(dict.get, self._attributes, itertools.repeat(_FORWARD))]
-        tensors = dict(zip(self._tensor_names, self._tensors(), strict=True)) if self._copied else {}
-        versions = [tensors[name]._version for name in self._copied if tensors[name] is not None]
+        copied = (self._places[index].get(self._keys[index]) for index in self._copied)
+        versions = [-1 if tensor is None else tensor._version for tensor in copied]
         return _State(pointers, self._children, forwards, [*map(type, self._modules)], self._hooks, versions)
 
     def _changed_modules(self) -> Iterator[str]:
@@ -143,9 +143,9 @@ class ModelGuard:
 
     def _changed_tensors(self) -> Iterator[str]:
         """The beginning of a sentence for every tensor that the decoder does not follow."""
-        versions = dict(zip(self._copied, self._before.versions, strict=False))
+        versions = dict(zip(self._copied, self._before.versions, strict=True))
         held = zip(self._tensor_names, self._tensors(), self._described, self._before.pointers, self._ids, strict=True)
-        for name, tensor, before, pointer, own in held:
+        for index, (name, tensor, before, pointer, own) in enumerate(held):
             if tensor is None:
                 yield f"{name} was removed"
                 continue
@@ -153,7 +153,7 @@ class ModelGuard:
                 now = self._looks(tensor)[how]
                 if was != now:
                     yield f"{name} was {how} from {was} to {now}"
-            if name in self._copied and tensor._version != versions[name]:
+            if index in versions and tensor._version != versions[index]:
                 yield f"{name}, of which the decoder reads a copy, was written"
             if tensor.data_ptr() != pointer and (id(tensor) != own or own not in self._followed):
                 yield f"{name} was replaced by another tensor"
