@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 from transformers.core_model_loading import MergeModulelist, Transpose, WeightConverter
 
 import specgraph
-from specgraph.checkpoints.files import Files, StoredTensor, open_files
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.formats import format_of
 from specgraph.kernels.packed.fp8 import FP8_BLOCKS
-from specgraph.schemes import load as load_module
 from specgraph.schemes import names as names_module
 from specgraph.schemes.layers import PackedExperts, PackedLinear
 from tests.models import make_model, saved
+from tests.schemes.files import Change, assert_equal_models, bytes_of, changed, drop, put, state, watched_reads
 
-Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
-"""Changes the tensors of a file and its configuration."""
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "moe_intermediate_size": 32}
 FULL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 128, "moe_intermediate_size": 128}
 """Sizes of whole blocks of fp8, two layers and few heads."""
@@ -49,17 +42,6 @@ def quantised(architecture: str, scheme: str, ignore: tuple[str, ...] = ("lm_hea
     sizes["intermediate_size"] = sizes["moe_intermediate_size"]
     model = make_model(architecture, seed=3, **sizes)
     return specgraph.quantise(model, scheme, group_size=16 if scheme == "int4" else None, ignore=ignore)
-
-
-def assert_equal_models(found: PreTrainedModel, expected: PreTrainedModel) -> None:
-    """All tensors are the same, and so are the types of all modules."""
-    assert {n: type(m) for n, m in found.named_modules()} == {n: type(m) for n, m in expected.named_modules()}
-    for kind in ("named_parameters", "named_buffers"):
-        ours, theirs = (dict(getattr(model, kind)(remove_duplicate=False)) for model in (found, expected))
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            assert ours[name].dtype == tensor.dtype, name
-            assert torch.equal(ours[name], tensor), name
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -167,31 +149,13 @@ def test_files_with_other_names_are_saved_with_these(tmp_path: Path) -> None:
 
 def test_one_tensor_at_a_time_is_read_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the peak is the packed size and the largest tensor of the files, and never a stack and its parts."""
-    read: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-
-    def opened(path: Path) -> Files:
-        files = open_files(path)
-        return dataclasses.replace(files, tensors={n: watched(stored) for n, stored in files.tensors.items()})
-
-    def watched(stored: StoredTensor) -> StoredTensor:
-        def watch() -> Tensor:
-            alive.append(sum(reference() is not None for reference in read))
-            tensor = stored.read()
-            read.append(weakref.ref(tensor))
-            return tensor
-
-        return dataclasses.replace(stored, read=watch)
-
-    folder = saved(quantised("qwen3_moe", "int4"), tmp_path)
+    folder, alive = saved(quantised("qwen3_moe", "int4"), tmp_path), watched_reads(monkeypatch)
     tensors = load_file(folder / "model.safetensors")
-    monkeypatch.setattr(load_module, "open_files", opened)
     found = specgraph.load(folder)
-    assert len(read) == len(tensors)
+    assert len(alive) == len(tensors)
     assert max(alive) == 0
-    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found.state_dict().values()}
     stated = sum(x.nbytes for name, x in tensors.items() if ".experts." in name and name.endswith("_shape"))
-    assert sum(sizes.values()) == sum(x.nbytes for x in tensors.values()) - stated
+    assert bytes_of(found) == sum(x.nbytes for x in tensors.values()) - stated
 
 
 # Against transformers and compressed-tensors
@@ -243,7 +207,7 @@ def test_every_expert_of_a_mixture_may_be_named(tmp_path: Path) -> None:
     """As published files have it, by the names of linear layers that the model itself does not have."""
     model = quantised("qwen3_moe", "int4", ("lm_head", PATTERNS["module"]))
     every = [f"model.layers.0.mlp.experts.{e}.{name}_proj" for e in range(4) for name in ("gate", "up", "down")]
-    folder = changed(model, tmp_path, _state("ignore", ["lm_head", *every]))
+    folder = changed(model, tmp_path, state("ignore", ["lm_head", *every]))
     assert_equal_models(specgraph.load(folder), model)
 
 
@@ -251,35 +215,12 @@ def test_a_mixture_is_packed_as_a_whole(tmp_path: Path) -> None:
     model = quantised("qwen3_moe", "int4")
     for ignore in ([GATE], [r"re:.*gate_proj"]):
         with pytest.raises(UnsupportedModelError, match=r"experts\.\d\.\w+ as packed and not .*experts\.\d\.gate_proj"):
-            specgraph.load(changed(model, tmp_path / ignore[0][:2], _state("ignore", ["lm_head", *ignore])))
+            specgraph.load(changed(model, tmp_path / ignore[0][:2], state("ignore", ["lm_head", *ignore])))
     with pytest.raises(UnsupportedModelError, match="all of them must be packed, or none"):
         specgraph.quantise(make_model("qwen3_moe"), group_size=8, ignore=("re:.*gate_proj",))
 
 
 # What is refused
-
-
-def changed(model: PreTrainedModel, folder: Path, change: Change) -> Path:
-    """The files of a model, changed."""
-    saved(model, folder)
-    weights, config = folder / "model.safetensors", folder / "config.json"
-    tensors, stated = load_file(weights), json.loads(config.read_text())
-    change(tensors, stated)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights, {"format": "pt"})
-    config.write_text(json.dumps(stated))
-    return folder
-
-
-def _drop(*names: str) -> Change:
-    return lambda tensors, _: [tensors.pop(name) for name in names].clear()
-
-
-def _set(name: str, tensor: Tensor) -> Change:
-    return lambda tensors, _: tensors.__setitem__(name, tensor)
-
-
-def _state(key: str, value: Any) -> Change:
-    return lambda _, config: config["quantization_config"].__setitem__(key, value)
 
 
 def _dense(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
@@ -302,28 +243,28 @@ def _twice(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
 
 INT = torch.int32
 REFUSED: dict[str, tuple[Change, str]] = {
-    "missing numbers": (_drop(f"{GATE}.weight_packed"),
+    "missing numbers": (drop(f"{GATE}.weight_packed"),
                         r"no tensor for expert 2 of .*\.gate_up_proj_packed, as .*\.0\.gate_proj\.weight_packed is"),
-    "missing scale": (_drop(f"{DOWN}.weight_scale"), r"no tensor for expert 2 of .*experts\.down_proj_scale, as "),
-    "missing kind": (_drop(*(f"{GATE.replace('.2.', f'.{e}.')}.weight_scale" for e in range(4))),
+    "missing scale": (drop(f"{DOWN}.weight_scale"), r"no tensor for expert 2 of .*experts\.down_proj_scale, as "),
+    "missing kind": (drop(*(f"{GATE.replace('.2.', f'.{e}.')}.weight_scale" for e in range(4))),
                      r"no tensor for expert 0 of .*experts\.gate_up_proj_scale; "),
-    "missing stack": (_drop(*(f"{DOWN.replace('.2.', f'.{e}.')}.weight_scale" for e in range(4))),
+    "missing stack": (drop(*(f"{DOWN.replace('.2.', f'.{e}.')}.weight_scale" for e in range(4))),
                       r"no tensor .*experts\.down_proj_scale, which"),
     "dense": (_dense, r"no tensor for expert 2 of .*\.gate_up_proj_packed, as .*\.0\.gate_proj\.weight_packed is"),
-    "dense beside": (_set(f"{GATE}.weight", torch.zeros(32, 32)), rf"holds the tensor {GATE}\.weight, which"),
+    "dense beside": (put(f"{GATE}.weight", torch.zeros(32, 32)), rf"holds the tensor {GATE}\.weight, which"),
     "more": (_more, rf"holds the tensor {DOWN.replace('.2.', '.4.')}\.weight_packed, and .* has fewer experts"),
     "twice": (_twice, r"holds .* and .*, and both are model\.layers\.1\.mlp\.experts\.gate_up_proj_packed"),
-    "shape": (_set(f"{GATE}.weight_packed", torch.zeros(32, 5, dtype=INT)),
+    "shape": (put(f"{GATE}.weight_packed", torch.zeros(32, 5, dtype=INT)),
               rf"{GATE}\.weight_packed of .* the shape \[32, 5\], and config.json needs \[32, 4\]"),
-    "scale's shape": (_set(f"{DOWN}.weight_scale", torch.ones(32, 4)),
+    "scale's shape": (put(f"{DOWN}.weight_scale", torch.ones(32, 4)),
                       rf"{DOWN}\.weight_scale of .* the shape \[32, 4\], and config.json needs \[32, 2\]"),
-    "stated shape": (_set(f"{GATE}.weight_shape", torch.tensor([32, 64])),
+    "stated shape": (put(f"{GATE}.weight_shape", torch.tensor([32, 64])),
                      rf"{GATE}\.weight_shape is \[32, 64\], and config.json needs \[32, 32\]"),
-    "numbers' dtype": (_set(f"{GATE}.weight_packed", torch.zeros(32, 4)), rf"{GATE}\.weight_packed .* torch.float32"),
+    "numbers' dtype": (put(f"{GATE}.weight_packed", torch.zeros(32, 4)), rf"{GATE}\.weight_packed .* torch.float32"),
     "dtypes": (_bfloat16, rf"{DOWN}\.weight_scale of .* is torch.bfloat16, and .*\.0\.down_proj\.weight_scale is "),
     "zero scale": (lambda tensors, _: tensors[f"{DOWN}.weight_scale"][3].__setitem__(1, 0.0),
                    rf"{DOWN}\.weight_scale of .* is 0\.0 at \[3, 1\]"),
-    "zero point": (_set(f"{DOWN}.weight_zero_point", torch.zeros(4, 2, dtype=INT)), r"holds the tensor .*_zero_point"),
+    "zero point": (put(f"{DOWN}.weight_zero_point", torch.zeros(4, 2, dtype=INT)), r"holds the tensor .*_zero_point"),
 }  # fmt: skip
 
 
@@ -336,7 +277,7 @@ def test_damaged_files_are_refused(case: str, tmp_path: Path) -> None:
 
 def test_a_dense_expert_in_fp8_is_refused(tmp_path: Path) -> None:
     """Its name is that of a packed one."""
-    change = _set(f"{DOWN}.weight", torch.zeros(128, 128))
+    change = put(f"{DOWN}.weight", torch.zeros(128, 128))
     with pytest.raises(UnsupportedModelError, match=rf"{DOWN}\.weight of .* is torch.float32, and .*\.0\.down_proj\.w"):
         specgraph.load(changed(quantised("qwen3_moe", "fp8"), tmp_path, change))
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,23 +13,20 @@ import torch
 from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
 import specgraph
-from specgraph.checkpoints.files import Files, StoredTensor, open_files
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.kernels.packed.formats import format_of
-from specgraph.schemes import load as load_module
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
 from tests.kernels.packed.definition import EVERY_FAULT, FAULTS
 from tests.models import make_model, ragged_prompts, saved
+from tests.schemes.files import Change, assert_equal_models, bytes_of, changed, drop, put, state, watched_reads
 from tests.schemes.models import SCHEMES, oracle, packed_layers, sizes
 from tests.schemes.models import quantised as of_scheme
 
-Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
-"""Changes the tensors of a file and its configuration."""
 PROJECTION = "model.layers.1.mlp.down_proj"
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
@@ -46,18 +41,6 @@ def quantised(architecture: str = "llama", scheme: str = "int4", **options: Any)
 LAYOUTS = [("llama", "int4"), ("llama", "mxfp4"), ("llama", "fp8"), ("gpt_oss", "mxfp4")]
 """A model for each layout."""
 every_layout = pytest.mark.parametrize(("architecture", "scheme"), LAYOUTS)
-
-
-def assert_equal_models(found: PreTrainedModel, expected: PreTrainedModel) -> None:
-    """All tensors are the same, those that no file holds, too, and so are the types of all modules."""
-    assert {n: type(m) for n, m in found.named_modules()} == {n: type(m) for n, m in expected.named_modules()}
-    for kind in ("named_parameters", "named_buffers"):
-        ours, theirs = (dict(getattr(model, kind)(remove_duplicate=False)) for model in (found, expected))
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            assert (ours[name].device, ours[name].dtype) == (tensor.device, tensor.dtype), name
-            assert torch.equal(ours[name], tensor), name
-            assert ours[name].requires_grad <= tensor.requires_grad
 
 
 # What is saved is what is loaded
@@ -146,29 +129,11 @@ def test_one_tensor_at_a_time_is_read_beside_the_model(
     architecture: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the peak is the packed size and the largest tensor."""
-    read: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-
-    def opened(path: Path) -> Files:
-        files = open_files(path)
-        return dataclasses.replace(files, tensors={n: watched(stored) for n, stored in files.tensors.items()})
-
-    def watched(stored: StoredTensor) -> StoredTensor:
-        def watch() -> Tensor:
-            alive.append(sum(reference() is not None for reference in read))
-            tensor = stored.read()
-            read.append(weakref.ref(tensor))
-            return tensor
-
-        return dataclasses.replace(stored, read=watch)
-
-    folder = saved(quantised(architecture, scheme), tmp_path)
-    monkeypatch.setattr(load_module, "open_files", opened)
+    folder, alive = saved(quantised(architecture, scheme), tmp_path), watched_reads(monkeypatch)
     found = specgraph.load(folder)
-    assert len(read) == len(load_file(folder / "model.safetensors"))
+    assert len(alive) == len(load_file(folder / "model.safetensors"))
     assert max(alive) <= 1
-    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found.state_dict().values()}
-    assert sum(sizes.values()) == sum(x.nbytes for x in load_file(folder / "model.safetensors").values())
+    assert bytes_of(found) == sum(x.nbytes for x in load_file(folder / "model.safetensors").values())
 
 
 # Against other packages
@@ -280,29 +245,6 @@ def test_transformers_sees_a_wrong_layout_of_stacks(fault: str, tmp_path: Path) 
 # What is refused
 
 
-def changed(model: PreTrainedModel, folder: Path, change: Change) -> Path:
-    """The files of a model, changed."""
-    saved(model, folder)
-    weights, config = folder / "model.safetensors", folder / "config.json"
-    tensors, stated = load_file(weights), json.loads(config.read_text())
-    change(tensors, stated)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights, {"format": "pt"})
-    config.write_text(json.dumps(stated))
-    return folder
-
-
-def _drop(name: str) -> Change:
-    return lambda tensors, _: tensors.__delitem__(name)
-
-
-def _set(name: str, tensor: Tensor) -> Change:
-    return lambda tensors, _: tensors.__setitem__(name, tensor)
-
-
-def _state(key: str, value: Any) -> Change:
-    return lambda _, config: config["quantization_config"].__setitem__(key, value)
-
-
 def _change_scale(value: float) -> Change:
     return lambda tensors, _: tensors[f"{PROJECTION}.weight_scale"][3].__setitem__(1, value)
 
@@ -315,28 +257,28 @@ def _group_size(size: int) -> Change:
 
 INT = torch.int32
 REFUSED: dict[str, tuple[Change, str]] = {
-    "missing": (_drop(f"{PROJECTION}.weight_scale"), rf"no tensor {PROJECTION}\.weight_scale"),
-    "missing norm": (_drop("model.norm.weight"), r"no tensor model\.norm\.weight"),
-    "missing head": (_drop("lm_head.weight"), r"no tensor lm_head\.weight"),
-    "superfluous": (_set(f"{PROJECTION}.weight_g_idx", torch.zeros(48)), r"holds the tensor .*\.weight_g_idx"),
-    "zero point": (_set(f"{PROJECTION}.weight_zero_point", torch.zeros(4, 3, dtype=INT)), "weight_zero_point"),
-    "dense": (_set(f"{PROJECTION}.weight", torch.zeros(32, 48)), rf"holds the tensor {PROJECTION}\.weight,"),
-    "shape": (_set(f"{PROJECTION}.weight_packed", torch.zeros(32, 5, dtype=INT)),
+    "missing": (drop(f"{PROJECTION}.weight_scale"), rf"no tensor {PROJECTION}\.weight_scale"),
+    "missing norm": (drop("model.norm.weight"), r"no tensor model\.norm\.weight"),
+    "missing head": (drop("lm_head.weight"), r"no tensor lm_head\.weight"),
+    "superfluous": (put(f"{PROJECTION}.weight_g_idx", torch.zeros(48)), r"holds the tensor .*\.weight_g_idx"),
+    "zero point": (put(f"{PROJECTION}.weight_zero_point", torch.zeros(4, 3, dtype=INT)), "weight_zero_point"),
+    "dense": (put(f"{PROJECTION}.weight", torch.zeros(32, 48)), rf"holds the tensor {PROJECTION}\.weight,"),
+    "shape": (put(f"{PROJECTION}.weight_packed", torch.zeros(32, 5, dtype=INT)),
               rf"{PROJECTION}\.weight_packed of .* the shape \[32, 5\], and config.json needs \[32, 6\]"),
-    "scale's shape": (_set(f"{PROJECTION}.weight_scale", torch.ones(32, 6)),
+    "scale's shape": (put(f"{PROJECTION}.weight_scale", torch.ones(32, 6)),
                       rf"{PROJECTION}\.weight_scale of .* the shape \[32, 6\], and config.json needs \[32, 3\]"),
-    "stated shape": (_set(f"{PROJECTION}.weight_shape", torch.tensor([48, 32])),
+    "stated shape": (put(f"{PROJECTION}.weight_shape", torch.tensor([48, 32])),
                      rf"{PROJECTION}\.weight_shape is \[48, 32\], and config.json needs \[32, 48\]"),
-    "packed dtype": (_set(f"{PROJECTION}.weight_packed", torch.zeros(32, 6)), "weight_packed of .* be torch.int32"),
-    "scale's dtype": (_set(f"{PROJECTION}.weight_scale", torch.ones(32, 3, dtype=torch.int32)),
+    "packed dtype": (put(f"{PROJECTION}.weight_packed", torch.zeros(32, 6)), "weight_packed of .* be torch.int32"),
+    "scale's dtype": (put(f"{PROJECTION}.weight_scale", torch.ones(32, 3, dtype=torch.int32)),
                       "weight_scale of .* is torch.int32; it must be torch.bfloat16"),
     "zero scale": (_change_scale(0.0), r"scale of .* is 0\.0 at \[3, 1\]; .* other than 0"),
     "NaN scale": (_change_scale(float("nan")), rf"{PROJECTION}\.weight_scale of .* is nan at \[3, 1\]"),
     "infinite scale": (_change_scale(float("inf")), rf"{PROJECTION}\.weight_scale of .* is inf at \[3, 1\]"),
-    "integer norm": (_set("model.norm.weight", torch.ones(32, dtype=INT)), r"norm\.weight of .* is torch.int32"),
-    "method": (_state("quant_method", "gptq"), "quant_method of quantization_config is 'gptq'; allowed is 'comp"),
-    "format": (_state("format", "nvfp4-pack-quantized"), "format of quantization_config .* is 'pack-quantized'"),
-    "ignored": (_state("ignore", ["lm_head", PROJECTION]), rf"no tensor {PROJECTION}\.weight,"),
+    "integer norm": (put("model.norm.weight", torch.ones(32, dtype=INT)), r"norm\.weight of .* is torch.int32"),
+    "method": (state("quant_method", "gptq"), "quant_method of quantization_config is 'gptq'; allowed is 'comp"),
+    "format": (state("format", "nvfp4-pack-quantized"), "format of quantization_config .* is 'pack-quantized'"),
+    "ignored": (state("ignore", ["lm_head", PROJECTION]), rf"no tensor {PROJECTION}\.weight,"),
     "group size": (_group_size(32), r"mlp\.down_proj cannot be stored as quantization_config states: .* size, 32"),
 }  # fmt: skip
 
@@ -352,34 +294,34 @@ SCALE, STACK = f"{PROJECTION}.weight_scale", "model.layers.1.mlp.experts.down_pr
 INVERSE = f"{PROJECTION}.weight_scale_inv"
 BYTE = torch.uint8
 REFUSED_OF_OTHERS: list[tuple[str, str, Change, str]] = [
-    ("llama", "mxfp4", _drop(SCALE), rf"no tensor {PROJECTION}\.weight_scale"),
-    ("llama", "mxfp4", _set(SCALE, torch.ones(32, 2)), "weight_scale of .* is torch.float32; it must be torch.uint8"),
-    ("llama", "mxfp4", _set(SCALE, torch.ones(32, 4, dtype=BYTE)), r"the shape \[32, 4\], .* needs \[32, 2\]"),
-    ("llama", "mxfp4", _set(SCALE, torch.full((32, 2), 255, dtype=BYTE)), rf"{SCALE} of .* is inf at \[0, 0\]; scales"),
-    ("llama", "mxfp4", _set(f"{PROJECTION}.weight_packed", torch.ones(32, 8, dtype=torch.int32)), r"\[32, 8\]"),
-    ("llama", "mxfp4", _set(f"{PROJECTION}.weight_global_scale", torch.ones(1)), "holds the tensor .*global_scale"),
-    ("llama", "mxfp4", _set(f"{PROJECTION}.weight_shape", torch.ones(2)), "holds the tensor .*weight_shape"),
+    ("llama", "mxfp4", drop(SCALE), rf"no tensor {PROJECTION}\.weight_scale"),
+    ("llama", "mxfp4", put(SCALE, torch.ones(32, 2)), "weight_scale of .* is torch.float32; it must be torch.uint8"),
+    ("llama", "mxfp4", put(SCALE, torch.ones(32, 4, dtype=BYTE)), r"the shape \[32, 4\], .* needs \[32, 2\]"),
+    ("llama", "mxfp4", put(SCALE, torch.full((32, 2), 255, dtype=BYTE)), rf"{SCALE} of .* is inf at \[0, 0\]; scales"),
+    ("llama", "mxfp4", put(f"{PROJECTION}.weight_packed", torch.ones(32, 8, dtype=torch.int32)), r"\[32, 8\]"),
+    ("llama", "mxfp4", put(f"{PROJECTION}.weight_global_scale", torch.ones(1)), "holds the tensor .*global_scale"),
+    ("llama", "mxfp4", put(f"{PROJECTION}.weight_shape", torch.ones(2)), "holds the tensor .*weight_shape"),
     ("llama", "mxfp4", lambda _, config: config.update(intermediate_size=48),
      "down_proj cannot be stored as quantization_config states: its 48 inputs are no multiple of 32"),
-    ("llama", "fp8", _drop(INVERSE), rf"no tensor {PROJECTION}\.weight_scale_inv"),
-    ("llama", "fp8", _set(f"{PROJECTION}.weight", torch.ones(32, 48)),
+    ("llama", "fp8", drop(INVERSE), rf"no tensor {PROJECTION}\.weight_scale_inv"),
+    ("llama", "fp8", put(f"{PROJECTION}.weight", torch.ones(32, 48)),
      "weight of .* is torch.float32; it must be torch.float8_e4m3fn"),
-    ("llama", "fp8", _set(f"{PROJECTION}.weight", torch.ones(48, 32)), r"\[48, 32\], and config.json needs \[32, 48\]"),
-    ("llama", "fp8", _set(INVERSE, torch.ones(1, 2)), r"the shape \[1, 2\], and config.json needs \[1, 1\]"),
-    ("llama", "fp8", _set(INVERSE, torch.ones(1, 1, dtype=BYTE)), "is torch.uint8; it must be torch.float32, torch.bf"),
-    ("llama", "fp8", _set(INVERSE, torch.zeros(1, 1)), r"weight_scale_inv of .* is 0\.0 at \[0, 0\]; scales must be"),
-    ("llama", "fp8", _set(INVERSE, torch.full((1, 1), torch.nan)), r"weight_scale_inv of .* is nan at \[0, 0\]"),
-    ("llama", "fp8", _set(f"{PROJECTION}.activation_scale", torch.ones(1)), "holds the tensor .*activation_scale"),
-    ("llama", "fp8", _state("modules_to_not_convert", ["lm_head", PROJECTION]), "holds the tensor .*scale_inv"),
-    ("llama", "fp8", _state("weight_block_size", [1, 128]), r"weight_block_size .* is \[1, 128\]; allowed is"),
-    ("gpt_oss", "mxfp4", _drop(f"{STACK}_scales"), rf"no tensor {STACK}_scales"),
-    ("gpt_oss", "mxfp4", _set(f"{STACK}_blocks", torch.ones(4, 32, 32, dtype=BYTE)),
+    ("llama", "fp8", put(f"{PROJECTION}.weight", torch.ones(48, 32)), r"\[48, 32\], and config.json needs \[32, 48\]"),
+    ("llama", "fp8", put(INVERSE, torch.ones(1, 2)), r"the shape \[1, 2\], and config.json needs \[1, 1\]"),
+    ("llama", "fp8", put(INVERSE, torch.ones(1, 1, dtype=BYTE)), "is torch.uint8; it must be torch.float32, torch.bf"),
+    ("llama", "fp8", put(INVERSE, torch.zeros(1, 1)), r"weight_scale_inv of .* is 0\.0 at \[0, 0\]; scales must be"),
+    ("llama", "fp8", put(INVERSE, torch.full((1, 1), torch.nan)), r"weight_scale_inv of .* is nan at \[0, 0\]"),
+    ("llama", "fp8", put(f"{PROJECTION}.activation_scale", torch.ones(1)), "holds the tensor .*activation_scale"),
+    ("llama", "fp8", state("modules_to_not_convert", ["lm_head", PROJECTION]), "holds the tensor .*scale_inv"),
+    ("llama", "fp8", state("weight_block_size", [1, 128]), r"weight_block_size .* is \[1, 128\]; allowed is"),
+    ("gpt_oss", "mxfp4", drop(f"{STACK}_scales"), rf"no tensor {STACK}_scales"),
+    ("gpt_oss", "mxfp4", put(f"{STACK}_blocks", torch.ones(4, 32, 32, dtype=BYTE)),
      r"the shape \[4, 32, 32\], and config.json needs \[4, 32, 2, 16\]"),
-    ("gpt_oss", "mxfp4", _set(f"{STACK}_blocks", torch.ones(4, 32, 2, 16)), "is torch.float32; it must be torch.uint8"),
-    ("gpt_oss", "mxfp4", _set(f"{STACK}_scales", torch.full((4, 32, 2), 255, dtype=BYTE)), r"is inf at \[0, 0, 0\]"),
-    ("gpt_oss", "mxfp4", _set(STACK, torch.ones(4, 64, 32)), rf"holds the tensor {STACK},"),
-    ("gpt_oss", "fp8", _set(f"{STACK}_scale_inv", torch.ones(4, 1, 2)), r"\[4, 1, 2\], .* needs \[4, 1, 1\]"),
-    ("gpt_oss", "int4", _set(f"{STACK}_scale", torch.zeros(4, 32, 6)), r"is 0\.0 at \[0, 0, 0\]"),
+    ("gpt_oss", "mxfp4", put(f"{STACK}_blocks", torch.ones(4, 32, 2, 16)), "is torch.float32; it must be torch.uint8"),
+    ("gpt_oss", "mxfp4", put(f"{STACK}_scales", torch.full((4, 32, 2), 255, dtype=BYTE)), r"is inf at \[0, 0, 0\]"),
+    ("gpt_oss", "mxfp4", put(STACK, torch.ones(4, 64, 32)), rf"holds the tensor {STACK},"),
+    ("gpt_oss", "fp8", put(f"{STACK}_scale_inv", torch.ones(4, 1, 2)), r"\[4, 1, 2\], .* needs \[4, 1, 1\]"),
+    ("gpt_oss", "int4", put(f"{STACK}_scale", torch.zeros(4, 32, 6)), r"is 0\.0 at \[0, 0, 0\]"),
 ]  # fmt: skip
 
 
@@ -405,7 +347,7 @@ def test_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
     model = specgraph.quantise(make_model("llama", tie_word_embeddings=True), group_size=16)
     for change in (0.0, 1.0):
         head = model.lm_head.weight.detach().clone() + change
-        folder = changed(model, tmp_path / str(change), _set("lm_head.weight", head))
+        folder = changed(model, tmp_path / str(change), put("lm_head.weight", head))
         if not change:
             assert_equal_models(specgraph.load(folder), model)
             continue
