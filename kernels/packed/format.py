@@ -56,11 +56,10 @@ class Format:
 
     def check_scale(self, outputs: int, inputs: int, scale: Tensor) -> None:
         """Raise ValueError unless ``scale`` has the shape that a weight ``[outputs, inputs]`` needs."""
-        groups = scale.shape[-1]
-        require(scale.shape[-2] == outputs, lambda: f"scale is {list(scale.shape)}; it must have {outputs} rows")
+        _, (wanted, _) = self.shapes(outputs, inputs, None, scale.dtype)
         require(
-            groups > 0 and inputs % groups == 0,
-            lambda: f"scale has {groups} groups for {inputs} inputs; the number of groups must divide that of inputs",
+            self.why_not(outputs, inputs, None) is None and tuple(scale.shape[-2:]) == wanted,
+            lambda: f"scale is {list(scale.shape)}; for [{outputs}, {inputs}] it must be {list(wanted)}",
         )
 
     def check(self, weight: Sequence[Tensor]) -> tuple[int, int]:

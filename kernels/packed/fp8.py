@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specgraph.kernels.checks import require
 from specgraph.kernels.packed.format import Format
 
 BLOCK = 128
@@ -38,14 +37,6 @@ class Fp8Blocks(Format):
     def block(self, inputs: int, scale: Tensor) -> tuple[int, int]:
         """128 outputs and 128 inputs; the last blocks may be smaller."""
         return BLOCK, BLOCK
-
-    def check_scale(self, outputs: int, inputs: int, scale: Tensor) -> None:
-        """A scale for each block, the last ones of which may be smaller."""
-        wanted = -(-outputs // BLOCK), -(-inputs // BLOCK)
-        require(
-            tuple(scale.shape[-2:]) == wanted,
-            lambda: f"scale is {list(scale.shape)}; for [{outputs}, {inputs}] it must be {list(wanted)}",
-        )
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
         """Every weight can be stored."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from specgraph.kernels.checks import require
 from specgraph.kernels.packed.few_rows import few_rows_int4, int4_tiles
 from specgraph.kernels.packed.format import Format, join_nibbles, nibbles
 
@@ -38,6 +39,15 @@ class Int4(Format):
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Integers from -8 to 7."""
         return (nibbles(stored) - OFFSET).to(dtype)
+
+    def check_scale(self, outputs: int, inputs: int, scale: Tensor) -> None:
+        """A row of scales for each output, which also says how large a group is."""
+        groups = scale.shape[-1]
+        require(scale.shape[-2] == outputs, lambda: f"scale is {list(scale.shape)}; it must have {outputs} rows")
+        require(
+            groups > 0 and inputs % groups == 0,
+            lambda: f"scale has {groups} groups for {inputs} inputs; the number of groups must divide that of inputs",
+        )
 
     def few_rows_form(
         self, weight: Sequence[Tensor], dtype: torch.dtype

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specgraph.kernels.checks import require
 from specgraph.kernels.packed.format import Format, join_nibbles, nibbles
 
 GROUP = 32
@@ -42,14 +41,6 @@ class Mxfp4(Format):
     def scales(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Powers of two."""
         return torch.ldexp(torch.ones_like(scale, dtype=dtype), scale.to(torch.int32) - BIAS)
-
-    def check_scale(self, outputs: int, inputs: int, scale: Tensor) -> None:
-        """A scale for each output and each 32 inputs."""
-        wanted = outputs, inputs // GROUP
-        require(
-            inputs % GROUP == 0 and tuple(scale.shape[-2:]) == wanted,
-            lambda: f"scale is {list(scale.shape)}; for [{outputs}, {inputs}] it must be {list(wanted)}",
-        )
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
         """Groups have to be full."""
