@@ -4,9 +4,9 @@
         [--experts experts_down] [--tilings 64x128x4x4x4 128x128x4x4x2] [--seconds 140] [--no-check]
 
 A tiling is ``BLOCK_O x BLOCK_K x warps x stages x slices``; 0 slices are those of the table, and ``table`` is the
-table's choice. With an s behind it, sums of mxfp4 are multiplied with scales, and not numbers. Products are those of
-Llama-3-8B and, with experts, of gpt-oss-20b. Other processes compile the kernels first. Times are microseconds of one
-product in a CUDA graph that holds so many of them that no weight is still in the L2 cache.
+table's choice. Products are those of Llama-3-8B and, with experts, of gpt-oss-20b. Other processes compile the kernels
+first. Times are microseconds of one product in a CUDA graph that holds so many of them that no weight is still in the
+L2 cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from specgraph.bench.timing import median_seconds
 from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
 from specgraph.kernels.linear import experts
 from specgraph.kernels.linear.product import Tiles, packed_slices
-from specgraph.kernels.packed import operands
 from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
 from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR
@@ -49,10 +48,8 @@ Case = tuple[str, str, int, str]
 
 def tiling_of(name: str, rows: int, out_features: int, in_features: int) -> Tiles | None:
     """The tiling of that name."""
-    operands.SCALED_NUMBERS = not name.endswith("s")
-    if name.startswith("table"):
+    if name == "table":
         return None
-    name = name.removesuffix("s")
     block_o, block_k, warps, stages, slices = map(int, name.split("x"))
     block_n = min(max(triton.next_power_of_2(rows), 16), 64)
     return Tiles(
@@ -67,7 +64,8 @@ def random_weight(name: str, out_features: int, in_features: int, group: int = 1
         scale = torch.rand(out_features, in_features // group, device="cuda") * 0.004 + 0.001
         return [words, scale.bfloat16()]
     if name == "mxfp4":
-        return [words, torch.randint(117, 122, (out_features, in_features // 32), dtype=torch.uint8, device="cuda")]
+        scale = torch.randint(117, 122, (out_features, in_features // 32), dtype=torch.uint8, device="cuda")
+        return [words.view(torch.uint8), scale]
     weight = torch.randn(out_features, in_features, device="cuda") * 0.01
     return list(FORMATS[name].quantise(weight))
 

@@ -22,8 +22,6 @@ LARGEST_DOT = 128
 """How many inputs are multiplied at a time, at most."""
 LEAST_DOT = 32
 """How many they are at least: a word for each lane of a quad."""
-SCALED_NUMBERS = True
-"""Whether numbers of mxfp4 are multiplied with their scales, where that is exact, and not the sums of a group."""
 
 
 def packed_operands(form: Format, x: Tensor, weight: Sequence[Tensor]) -> tuple[Tensor, Tensor, Scales] | None:
@@ -37,7 +35,7 @@ def packed_operands(form: Format, x: Tensor, weight: Sequence[Tensor]) -> tuple[
     inputs, scale = x.shape[-1], dense_rows(weight[1])
     outputs, group = form.block(inputs, scale)
     dot_k = math.gcd(group, LARGEST_DOT)
-    if form.name == "mxfp4" and SCALED_NUMBERS and x.dtype != torch.float16:  # which would round a number times a scale
+    if form.name == "mxfp4" and x.dtype != torch.float16:  # which would round a number times a scale
         dot_k = 4 * group
     numbers = dense_rows(weight[0])
     per_word = 4 // numbers.element_size() * form.per_element
