@@ -9,11 +9,10 @@ from omegaconf import MISSING
 
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
+from specgraph.config.schemes import SCHEMES
 from specgraph.errors import ConfigError
 from specgraph.plots import check_plot
 
-SCHEMES = ("int4", "mxfp4", "fp8")
-"""The schemes of :func:`specgraph.quantise`, which are named here so that the command line does not import torch."""
 KINDS = ("steps", "first_token", "sessions", "cpu", "tune")
 
 

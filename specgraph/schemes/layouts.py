@@ -19,8 +19,6 @@ from specgraph.schemes.layout import Layout
 
 LAYOUTS: dict[str, type[Layout]] = {kind.method: kind for kind in (CompressedTensors, FineGrained, GptOss)}
 """Every layout by the ``quant_method`` of its tool."""
-SCHEMES = ("int4", "mxfp4", "fp8")
-"""The schemes in which :func:`specgraph.quantise` can store weights."""
 
 
 def read_layout(stated: Mapping[str, Any]) -> Layout:
@@ -37,7 +35,7 @@ def read_layout(stated: Mapping[str, Any]) -> Layout:
 
 
 def layout_for(model: nn.Module, scheme: str, group_size: int | None, ignore: Sequence[str]) -> Layout:
-    """The layout in which a model is stored in one of :data:`SCHEMES`."""
+    """The layout in which a model is stored in one of :data:`~specgraph.config.schemes.SCHEMES`."""
     if scheme == "int4":
         return CompressedTensors(INT4, GROUP if group_size is None else group_size, tuple(ignore))
     if scheme == "fp8":

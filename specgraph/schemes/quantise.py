@@ -9,10 +9,11 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from specgraph.config.schemes import SCHEMES
 from specgraph.errors import InputError, UnsupportedModelError
 from specgraph.schemes.layers import PackedLinear, quantise_experts
 from specgraph.schemes.layout import Layout
-from specgraph.schemes.layouts import SCHEMES, layout_for
+from specgraph.schemes.layouts import layout_for
 from specgraph.schemes.published import published_layers, save_as_published
 
 M = TypeVar("M", bound=PreTrainedModel)
