@@ -31,6 +31,8 @@ class Format:
         per_element: how many numbers an element of that dtype holds.
         scale_dtypes: the dtypes that scales may have.
         quantises_rows: whether rows of activations are quantised, too, by :meth:`quantise_rows`.
+        expanded: whether the kernels multiply numbers as they are stored. For other formats they take the whole weight
+            in float32.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Format:
     per_element: int = 1
     scale_dtypes: tuple[torch.dtype, ...]
     quantises_rows: bool = False
+    expanded: bool = True
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """The numbers ``[..., O, I]`` that are stored as ``[..., O, I / per_element]``, in a floating ``dtype``."""

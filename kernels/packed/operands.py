@@ -32,6 +32,8 @@ def packed_operands(form: Format, x: Tensor, weight: Sequence[Tensor]) -> tuple[
         x: ``[..., I]`` in bfloat16, float16 or float32.
         weight: the tensors of a weight ``[..., O, I]``.
     """
+    if not form.expanded:
+        return None
     inputs, scale = x.shape[-1], dense_rows(weight[1])
     outputs, group = form.block(inputs, scale)
     dot_k = math.gcd(group, LARGEST_DOT)
