@@ -3,10 +3,10 @@
     python -m benchmarks.packed_products [--formats int4 mxfp4 fp8_blocks] [--rows 1 8 32] [--products qkv o]
         [--experts experts_down] [--tilings 64x128x4x4x4 128x128x4x4x2] [--seconds 140] [--no-check]
 
-A tiling is ``BLOCK_O x BLOCK_K x warps x stages x slices``; 0 slices are those of the table, and ``table`` is the
-table's choice. Products are those of Llama-3-8B and, with experts, of gpt-oss-20b. Other processes compile the kernels
-first. Times are microseconds of one product in a CUDA graph that holds so many of them that no weight is still in the
-L2 cache.
+A tiling is ``BLOCK_O x BLOCK_K x warps x stages x slices``; 0 slices are those of the table, ``table`` is the table's
+choice, and ``op`` is whatever the op chooses, also the kernel for Hopper. Products are those of Llama-3-8B and, with
+experts, of gpt-oss-20b. Other processes compile the kernels first. Times are microseconds of one product in a CUDA
+graph that holds so many of them that no weight is still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specgraph.kernels.linear import experts
 from specgraph.kernels.linear.product import Tiles, packed_slices
 from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
 from specgraph.kernels.packed.formats import FORMATS
-from specgraph.kernels.packed.linear import PACKED_LINEAR
+from specgraph.kernels.packed.linear import PACKED_LINEAR, packed_linear
 
 PRODUCTS = {
     "qkv": (6144, 4096, "none"), "o": (4096, 4096, "none"), "gate_up": (28672, 4096, "silu_mul"),
@@ -57,10 +57,20 @@ def tiling_of(name: str, rows: int, out_features: int, in_features: int) -> Tile
     )
 
 
+def form_of(tiling: str, rows: int, out_features: int, in_features: int) -> Callable[..., Tensor]:
+    """What computes a product in a tiling."""
+    if tiling == "op":
+        return packed_linear
+    form: Callable[..., Tensor] = PACKED_LINEAR.form(
+        "triton", tiling=tiling_of(tiling, rows, out_features, in_features)
+    )
+    return form
+
+
 def random_weight(name: str, out_features: int, in_features: int, group: int = 128) -> list[Tensor]:
     """A weight whose entries have a standard deviation of about one in a hundred."""
     words = torch.randint(-(2**31), 2**31, (out_features, in_features // 8), dtype=torch.int32, device="cuda")
-    if name == "int4":
+    if name.startswith("int4"):
         scale = torch.rand(out_features, in_features // group, device="cuda") * 0.004 + 0.001
         return [words, scale.bfloat16()]
     if name == "mxfp4":
@@ -74,8 +84,9 @@ def product(case: Case, weight: list[Tensor], x: Tensor, residual: Tensor | None
     """The product of a case."""
     name, shape, _, tiling = case
     out_features, in_features, activation = PRODUCTS[shape]
-    form = PACKED_LINEAR.form("triton", tiling=tiling_of(tiling, x.shape[0], out_features, in_features))
-    out: Tensor = form(x, weight, None, residual, format=name, activation=activation)
+    out: Tensor = form_of(tiling, x.shape[0], out_features, in_features)(
+        x, weight, None, residual, format=name, activation=activation
+    )
     return out
 
 
@@ -125,8 +136,12 @@ def compile_all(cases: list[Case]) -> None:
 def check(name: str, tilings: list[str]) -> Iterator[str]:
     """Compare with float64, and rows with rows in other company."""
     generator = torch.Generator("cuda").manual_seed(0)
-    for in_features, dtype, group in itertools.product((2880, 4096), (torch.bfloat16, torch.float16), (32, 64, 128)):
-        if in_features % group or (name != "int4" and group != 32):
+    for in_features, dtype, group in itertools.product(
+        (2880, 3840, 4096), (torch.bfloat16, torch.float16), (32, 64, 128)
+    ):
+        arranged = name.endswith("_arranged")
+        wanted = {"int4": group, "int4_arranged": 128}.get(name, 32)
+        if in_features % group or group != wanted or (arranged and in_features % 128):
             continue
         weight = random_weight(name, 1000, in_features, group)
         x = torch.randn(200, in_features, device="cuda", generator=generator).to(dtype)
@@ -136,8 +151,7 @@ def check(name: str, tilings: list[str]) -> Iterator[str]:
         for tiling in tilings:
             results = {}
             for count in ROWS_OF_CHECKS:
-                chosen = tiling_of(tiling, count, 1000, in_features)
-                results[count] = PACKED_LINEAR.form("triton", tiling=chosen)(x[:count], weight, format=name)
+                results[count] = form_of(tiling, count, 1000, in_features)(x[:count], weight, format=name)
             found = results[200]
             error = (found.double() - expected).abs() / (
                 (in_features + 3) * 2.0**-24 * spread + torch.finfo(dtype).eps / 2 * expected.abs()
@@ -206,7 +220,7 @@ def main() -> None:
     compile_all(cases)
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     for name in [] if given.no_check else given.formats:
-        for line in check(name, [*given.tilings[:1], "table"]):
+        for line in check(name, [*given.tilings[:1], "table", "op"]):
             print(line, flush=True)
     print(f"checked after {time.monotonic() - begin:.0f} s", flush=True)
     for shape in given.experts:

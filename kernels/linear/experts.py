@@ -127,7 +127,7 @@ def _expert_linear_kernel(
     OUTER: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr, weight_scale_ptr=None, weight_scale_stride=None, x_scale_ptr=None, x_scale_stride=None,
     FORMAT: tl.constexpr = None, GROUP: tl.constexpr = 0, DOT_K: tl.constexpr = 0, SCALE_ROWS: tl.constexpr = 1,
-    ALIGNED_WORDS: tl.constexpr = False, scale_stride_e=None,
+    ALIGNED_WORDS: tl.constexpr = False, ARRANGED: tl.constexpr = False, scale_stride_e=None,
 ):
     """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
 
@@ -155,6 +155,7 @@ def _expert_linear_kernel(
             total = multiply_packed(
                 word_rows, scale_rows, x + row * INNER, x_scale_rows, real, 0, INNER, BLOCK_O, BLOCK_N, BLOCK_K,
                 (INNER + BLOCK_K - 1) // BLOCK_K, INNER % BLOCK_K == 0, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
+                ARRANGED,
             )
         else:
             # ---- total = weight x^T, BLOCK_K inputs at a time: [BLOCK_O, BLOCK_K] x [BLOCK_K, BLOCK_N]

@@ -28,7 +28,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from specgraph.kernels import gpus
 from specgraph.kernels.launch import arrival_counters, launch_options
 from specgraph.kernels.linear.hopper_kernel import TILE_O, linear_hopper_kernel
-from specgraph.kernels.linear.product import Product, norm_groups, num_slices, slices_of
+from specgraph.kernels.linear.product import (
+    PACKED_SLICE,
+    Product,
+    Scales,
+    norm_groups,
+    num_slices,
+    packed_slices,
+    slices_of,
+)
 
 BLOCK_K = 128
 
@@ -39,6 +47,9 @@ class Ring(NamedTuple):
     block_n: int  # rows of x
     split: bool  # whether every slice of the summed dimension has a program of its own
     stages: int
+    parts: int = 1  # blocks of a stage
+    warp_groups: int = 1  # two groups of four warps take a slice each
+    registers: int | None = None  # of a thread, at most
 
 
 MOST_ROWS = 256
@@ -67,19 +78,38 @@ def ring(rows: int, out_features: int, slices: int, gated: bool) -> Ring | None:
     return Ring(block_n, split, min(10, shared_bytes // ((TILE_O + block_n) * BLOCK_K * 2)))
 
 
+MOST_PACKED_ROWS = 64
+"""Of more rows than that, larger tiles are better for weights in a format."""
+
+
+def packed_ring(rows: int, slices: int, gated: bool, four_bits: bool) -> Ring:
+    """As :func:`ring` for arranged words.
+
+    Numbers are expanded by two groups of warps, one for each slice, of a program that has a multiprocessor to itself.
+    Gated products have two tiles of the weight for a tile of x, and programs enough for two on a multiprocessor; with
+    many rows the registers are enough for one group, which takes both slices.
+    """
+    block_n = min(max(8, triton.next_power_of_2(rows)), 32)
+    few = block_n <= 16
+    if slices != 2 or (gated and not few):
+        stages, parts = (2, 2) if few or gated else (3, 1)
+        return Ring(block_n, slices > 2, stages, parts)
+    return Ring(block_n, False, 3 if four_bits else 2, 1, 2, 128) if gated else Ring(block_n, False, 2, 2, 2, 168)
+
+
 @functools.cache
-def _layout(rows: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, BLOCK_K], getattr(gl, str(dtype).removeprefix("torch.")))
+def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, width], getattr(gl, str(dtype).removeprefix("torch.")))
 
 
-def _descriptor(matrix: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of ``matrix`` for the tensor memory accelerator, in blocks of ``rows`` rows.
+def _descriptor(matrix: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """A descriptor of ``matrix`` for the tensor memory accelerator, in blocks of ``rows`` rows of ``width`` entries.
 
     Reads beyond the edges give 0.
     """
-    count, width = matrix.shape
-    strides = [matrix.stride(0) if count > 1 else width, 1]
-    return TensorDescriptor(matrix, [count, width], strides, [rows, BLOCK_K], _layout(rows, matrix.dtype))
+    count, features = matrix.shape
+    strides = [matrix.stride(0) if count > 1 else features, 1]
+    return TensorDescriptor(matrix, [count, features], strides, [rows, width], _layout(rows, width, matrix.dtype))
 
 
 class Plan(NamedTuple):
@@ -89,6 +119,26 @@ class Plan(NamedTuple):
     slices: int
     blocks: int
     groups: int
+
+
+@functools.cache
+def _packed_plan(rows: int, weight_rows: int, in_features: int, gated: bool, four_bits: bool) -> Plan:
+    """The plan for a shape with arranged words."""
+    wanted = packed_slices(weight_rows, in_features)
+    slices, blocks = slices_of(in_features, wanted, BLOCK_K, PACKED_SLICE)
+    return Plan(packed_ring(rows, slices, gated, four_bits), slices, blocks, norm_groups(in_features))
+
+
+def covers_packed(x: Tensor, words: Tensor, scales: Scales, gated: bool, scaled: bool) -> bool:
+    """Whether :func:`launch` can compute a product with words and scales, and larger tiles are not better."""
+    inner = x.shape[-1]
+    rows = x.numel() // inner
+    if rows > MOST_PACKED_ROWS or not scales.arranged or scales.group != BLOCK_K or x.dtype.itemsize != 2:
+        return False
+    plan = _packed_plan(rows, words.shape[0], inner, gated, words.shape[1] * 8 == inner)
+    if scaled and plan.groups * plan.tiling.block_n > 8192:  # they would not fit the registers
+        return False
+    return _is_reachable(x) and words.is_contiguous() and words.data_ptr() % 16 == 0
 
 
 @functools.cache
@@ -133,12 +183,21 @@ def _distance(x: Tensor) -> int | None:
     return sizes[-1][1] if sizes else x.shape[-1]
 
 
-def launch(product: Product) -> None:
-    """Fill the results of a product that :func:`covers` has agreed to."""
+def launch(product: Product, scales: Scales | None = None) -> None:
+    """Fill the results of a product that :func:`covers` or, with scales, :func:`covers_packed` has agreed to."""
     out, x, weight, residual = product.out, product.x, product.weight, product.residual
-    plan = _plan(x.shape[0], weight.shape[0], x.shape[1], product.gated)
+    shape = x.shape[0], weight.shape[0], x.shape[1], product.gated
+    plan = _plan(*shape) if scales is None else _packed_plan(*shape, weight.shape[1] * 8 == x.shape[1])
     assert plan is not None, "covers has said that there is one"
     tiling, slices, blocks, groups = plan
+    packed = {}
+    if scales is not None:
+        packed = {
+            "weight_scale_ptr": scales.weight, "weight_scale_stride": scales.weight.stride(0), "FORMAT": scales.format,
+            "x_scale_ptr": scales.x, "x_scale_stride": 0 if scales.x is None else scales.x.stride(0),
+            "SCALE_ROWS": scales.outputs,
+            "PARTS": tiling.parts, "WARP_GROUPS": tiling.warp_groups, "REGISTERS": tiling.registers or 0,
+        } | ({} if tiling.registers is None else {"maxnreg": tiling.registers})  # fmt: skip
     rows, in_features = x.shape
     tiles_o, tiles_n = triton.cdiv(out.shape[-1], TILE_O), triton.cdiv(rows, tiling.block_n)
     partial = counters = None
@@ -148,11 +207,14 @@ def launch(product: Product) -> None:
     norm_weight, norm_offset, weighted, out_sum_sq = product.next_norm or (None, 0.0, None, None)
     # Outside of a CUDA graph, a kernel that has not finished may be writing the weight.
     weight_is_constant = int(product.constant_weight and torch.cuda.is_current_stream_capturing())
+    width = BLOCK_K * weight.shape[1] // in_features  # of words, eight inputs or so are one entry
     linear_hopper_kernel[(tiles_o * tiles_n, slices if tiling.split else 1)](
-        _descriptor(weight, TILE_O), _descriptor(x, tiling.block_n), out, product.bias, residual, product.sum_sq,
-        norm_weight, weighted, out_sum_sq, partial, counters, weight_is_constant, rows, out.shape[-1], in_features,
+        _descriptor(weight, TILE_O, width), _descriptor(x, tiling.block_n, BLOCK_K), out, product.bias, residual,
+        product.sum_sq, norm_weight, weighted, out_sum_sq, partial, counters, weight_is_constant, rows, out.shape[-1],
+        in_features,
         0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
         BLOCK_N=tiling.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, SLICES=slices, SPLIT=tiling.split, GROUPS=groups,
-        STAGES=tiling.stages, ACTIVATION=product.activation.removesuffix("_mul"), GATED=product.gated, PDL=product.pdl,
-        num_warps=4, enable_fp_fusion=False, **launch_options(product.pdl),
+        STAGES=tiling.stages, ACTIVATION=product.activation.removesuffix("_mul"),
+        GATED=product.gated, PDL=product.pdl, num_warps=4, enable_fp_fusion=False, **packed,
+        **launch_options(product.pdl),
     )

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from specgraph.kernels.linear import linear_triton
+from specgraph.kernels.linear.hopper_packed import load_scales, load_x_scales, multiply_packed
+from specgraph.kernels.linear.hopper_ring import fill_weight, fill_x, request_weight, request_x
+from specgraph.kernels.linear.multiply_packed import per_word
 
 TILE_O = 64
 """The rows of the weight in a tile: as many as one matrix instruction of a warp group takes."""
@@ -37,46 +39,6 @@ _activate = gluon.jit(linear_triton.activate.fn)
 _sum_in_any_order = gluon.jit(linear_triton.sum_in_any_order.fn)
 _OUT = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 """The layout of tiles ``[64, BLOCK_N]`` in memory accesses: a thread has 8 neighbouring entries of a result row."""
-
-
-@gluon.jit
-def _request_weight(weight, ring, barriers, stage, row, up_offset, k, needed, TILES: gl.constexpr, BYTES: gl.constexpr):
-    """Request the block of the program's weight tiles at column ``k`` into a ``stage`` of the ring.
-
-    The stage's barrier is told how many bytes to expect, those of the tile of x included.
-    """
-    mbarrier.expect(barriers.index(stage), BYTES, needed)
-    for tile in gl.static_range(TILES):
-        coordinates = [row + tile * up_offset, k]
-        tma.async_copy_global_to_shared(
-            weight, coordinates, barriers.index(stage), ring.index(stage * TILES + tile), needed
-        )
-
-
-@gluon.jit
-def _fill(
-    weight, x, ring, x_ring, barriers, row, up_offset, first_n, begin, weight_is_constant,
-    BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, BYTES: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """Request the first blocks: those of the weight before the wait for the preceding kernel, those of x after it."""
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=1)
-    if PDL:
-        gdc_launch_dependents()
-        if weight_is_constant == 0:
-            gdc_wait()
-    for stage in gl.static_range(STAGES):
-        if stage < BLOCKS:
-            _request_weight(
-                weight, ring, barriers, stage, row, up_offset, (begin + stage) * BLOCK_K, True, TILES, BYTES
-            )
-    if PDL:
-        gdc_wait()
-    for stage in gl.static_range(STAGES):
-        if stage < BLOCKS:
-            coordinates = [first_n, (begin + stage) * BLOCK_K]
-            tma.async_copy_global_to_shared(x, coordinates, barriers.index(stage), x_ring.index(stage))
 
 
 @gluon.jit
@@ -108,15 +70,13 @@ def _multiply(
             next_block = block - 1 + STAGES
             needed = (block > 0) & (next_block < OWN_SLICES * BLOCKS)
             stage = next_block % STAGES
-            k = (begin + next_block) * BLOCK_K
-            _request_weight(weight, ring, barriers, stage, row, up_offset, k, needed, TILES, BYTES)
-            tma.async_copy_global_to_shared(x, [first_n, k], barriers.index(stage), x_ring.index(stage), needed)
+            block_k = begin + next_block
+            request_weight(weight, ring, barriers, stage, row, up_offset, block_k, needed, BLOCK_K, 1, TILES, BYTES)
+            request_x(x, x_ring, barriers, stage, first_n, block_k, needed, BLOCK_K, 1)
         first, second = warpgroup_mma_wait(0, deps=(first, second))
         total += first
         second_total += second
-    for stage in gl.static_range(STAGES):
-        mbarrier.invalidate(barriers.index(stage))
-    return gl.convert_layout(total, _OUT), gl.convert_layout(second_total, _OUT)
+    return total, second_total
 
 
 @gluon.jit
@@ -254,18 +214,33 @@ def linear_hopper_kernel(
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
+    weight_scale_ptr=None,
+    weight_scale_stride=0,
+    x_scale_ptr=None,
+    x_scale_stride=0,
+    FORMAT: gl.constexpr = None,
+    SCALE_ROWS: gl.constexpr = 1,
+    PARTS: gl.constexpr = 1,
+    WARP_GROUPS: gl.constexpr = 1,
+    REGISTERS: gl.constexpr = 0,
 ):
     """One tile of the result, from a tile of the weight or, if ``GATED``, from a tile of gate rows and one of up rows.
 
     The grid is (tiles of the result, ``SLICES`` if ``SPLIT``, else 1). Tiles of x are neighbours in it, so that a tile
     of the weight is read from memory once for all of them. ``weight`` and ``x`` are tensor descriptors. If not
     ``weight_is_constant``, the wait for the preceding kernel comes before any request.
+
+    A weight in a ``FORMAT`` is read as arranged words, and has scales (:mod:`specgraph.kernels.linear.hopper_packed`).
     """
     TILES: gl.constexpr = 2 if GATED else 1
-    BYTES: gl.constexpr = (TILES * _TILE_O + BLOCK_N) * BLOCK_K * weight.dtype.primitive_bitwidth // 8
-    ring = gl.allocate_shared_memory(weight.dtype, [STAGES * TILES, _TILE_O, BLOCK_K], weight.layout)
-    x_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_N, BLOCK_K], x.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    BLOCK_W: gl.constexpr = BLOCK_K if FORMAT is None else BLOCK_K // per_word(FORMAT)
+    WEIGHT_BITS: gl.constexpr = TILES * _TILE_O * BLOCK_W * weight.dtype.primitive_bitwidth
+    BYTES: gl.constexpr = PARTS * (WEIGHT_BITS + BLOCK_N * BLOCK_K * x.dtype.primitive_bitwidth) // 8
+    OWN_SLICES: gl.constexpr = 1 if SPLIT else SLICES // WARP_GROUPS
+    PLACES: gl.constexpr = WARP_GROUPS * STAGES * PARTS
+    ring = gl.allocate_shared_memory(weight.dtype, [PLACES * TILES, _TILE_O, BLOCK_W], weight.layout)
+    x_ring = gl.allocate_shared_memory(x.dtype, [PLACES, BLOCK_N, BLOCK_K], x.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS * STAGES, 1], mbarrier.MBarrierLayout())
     tiles_n = gl.cdiv(rows, BLOCK_N)
     tile = gl.program_id(0) // tiles_n
     row = tile * _TILE_O
@@ -273,11 +248,16 @@ def linear_hopper_kernel(
     # tile that reaches past the last row is slow.
     first_n = gl.maximum(gl.minimum(gl.program_id(0) % tiles_n * BLOCK_N, rows - BLOCK_N), 0)
     begin = gl.program_id(1) * BLOCKS
-    OWN_SLICES: gl.constexpr = 1 if SPLIT else SLICES
-    _fill(
-        weight, x, ring, x_ring, barriers, row, out_features, first_n, begin, weight_is_constant,
-        BLOCK_K, OWN_SLICES * BLOCKS, STAGES, TILES, BYTES, PDL,
+    fill_weight(
+        weight, ring, barriers, row, out_features, begin, weight_is_constant, OWN_SLICES * BLOCKS, BLOCK_W, PARTS,
+        STAGES, WARP_GROUPS, TILES, BYTES, PDL,
     )
+    if FORMAT is not None:
+        scales = load_scales(
+            weight_scale_ptr, weight_scale_stride, row, out_features, begin, in_features, OWN_SLICES * BLOCKS,
+            WARP_GROUPS, TILES, SCALE_ROWS,
+        )  # fmt: skip
+    fill_x(x, x_ring, barriers, first_n, begin, OWN_SLICES * BLOCKS, BLOCK_K, PARTS, STAGES, WARP_GROUPS, PDL)
     o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
     n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _OUT))
     mask = (o < out_features)[:, None] & (n < rows)[None, :]
@@ -285,10 +265,22 @@ def linear_hopper_kernel(
     scale = _norm_scale(sum_sq_ptr, first_n, rows, in_features, norm_eps, BLOCK_N, GROUPS)
     residual = _load_residual(residual_ptr, o, n, mask, residual_stride)
     norm_weight = _load_norm_weight(norm_weight_ptr, o, out_features, norm_offset)
-    y, second = _multiply(
-        weight, x, ring, x_ring, barriers, row, out_features, first_n, begin,
-        BLOCK_N, BLOCK_K, BLOCKS, OWN_SLICES, STAGES, TILES, BYTES,
-    )
+    if FORMAT is None:
+        y, second = _multiply(
+            weight, x, ring, x_ring, barriers, row, out_features, first_n, begin,
+            BLOCK_N, BLOCK_K, BLOCKS, OWN_SLICES, STAGES, TILES, BYTES,
+        )
+    else:
+        x_scales = load_x_scales(
+            x_scale_ptr, x_scale_stride, first_n, rows, begin, in_features, BLOCK_N, WARP_GROUPS * OWN_SLICES * BLOCKS
+        )
+        y, second = multiply_packed(
+            weight, x, ring, x_ring, scales, x_scales, barriers, row, out_features, first_n, begin,
+            BLOCK_N, BLOCK_K, BLOCK_W, BLOCKS, OWN_SLICES, PARTS, STAGES, WARP_GROUPS, TILES, BYTES, FORMAT, REGISTERS,
+        )
+    for stage in gl.static_range(WARP_GROUPS * STAGES):
+        mbarrier.invalidate(barriers.index(stage))
+    y, second = gl.convert_layout(y, _OUT), gl.convert_layout(second, _OUT)
     finish = True
     if SPLIT:
         y, second, finish = _merge(

@@ -162,7 +162,7 @@ def linear_norm_reference(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @functools.cache
-def _hopper() -> ModuleType:
+def hopper() -> ModuleType:
     """Gluon is experimental: other releases of Triton may lack it, so it is imported where it runs."""
     return importlib.import_module("specgraph.kernels.linear.hopper")
 
@@ -171,7 +171,7 @@ def _hopper_covers(given: Linear | LinearNorm) -> bool:
     """Few rows of 16-bit values: what its kernel was written for, and gives the bits of the tiles."""
     if not runs_gluon(given.x.device) or given.x.numel() == 0:
         return False
-    return _hopper().covers(given.x, given.weight, is_gated(given.activation), given.sum_sq is not None)
+    return hopper().covers(given.x, given.weight, is_gated(given.activation), given.sum_sq is not None)
 
 
 def filled(
@@ -211,7 +211,7 @@ def linear_triton(given: Linear | LinearNorm, *, tiling: Tiles | None = None, pd
 def linear_hopper(given: Linear | LinearNorm, *, pdl: bool | None = None) -> Any:
     """The same by the kernel for few rows on Hopper, which gives the bits of :func:`linear_triton`."""
     _check_dtype(given)
-    return filled(given, _hopper().launch, pdl)
+    return filled(given, hopper().launch, pdl)
 
 
 def norm_parts_triton(given: NormParts, *, pdl: bool | None = None) -> tuple[Tensor, Tensor]:

@@ -157,12 +157,13 @@ def _multiply(
     GROUP: tl.constexpr,
     DOT_K: tl.constexpr,
     ALIGNED_WORDS: tl.constexpr,
+    ARRANGED: tl.constexpr,
 ):
     """Compute one slice of the product: ``[BLOCK_O, BLOCK_N]``."""
     if FORMAT is not None:
         return multiply_packed(
             weight_rows, scale_rows, x_rows, x_scale_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K,
-            BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
+            BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS, ARRANGED,
         )
     else:
         acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
@@ -296,6 +297,7 @@ def linear_kernel(
     DOT_K: tl.constexpr = 0,
     SCALE_ROWS: tl.constexpr = 1,
     ALIGNED_WORDS: tl.constexpr = False,
+    ARRANGED: tl.constexpr = False,
 ):
     """One tile of a product with its epilogue.
 
@@ -356,7 +358,7 @@ def linear_kernel(
         k_slice = tl.program_id(1)
         total = _multiply(
             weight_rows, scale_rows, x_rows, x_scale_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K,
-            BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
+            BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS, ARRANGED,
         )
     else:
         total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
@@ -364,7 +366,7 @@ def linear_kernel(
         for k_slice in tl.range(SLICES, flatten=BLOCK_O == 64):
             total += _multiply(
                 weight_rows, scale_rows, x_rows, x_scale_rows, real, k_slice, in_features, BLOCK_O, BLOCK_N, BLOCK_K,
-                BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
+                BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS, ARRANGED,
             )
     gdc_launch_dependents(PDL)
     finish = True

@@ -2,8 +2,9 @@
 
 Numbers are read as int32 words of eight (of four bits) or four (of eight bits), and become bfloat16 or float16 in the
 registers in which ``wgmma`` takes them. A quad of lanes holds the inputs of a line of that operand, each lane two
-neighbours of every eight. So that every lane expands words of its own, the inputs of a line are taken in another order,
-which is that of the rows of ``x``, too. Input ``k`` of the operand, in binary from the highest digit, is
+neighbours of every eight. Numbers that are arranged (:mod:`specgraph.kernels.packed.arranged`) stand in the words of
+the lanes that hold them. Of others every lane expands words of its own, too: the inputs of a line are taken in another
+order, which is that of the rows of ``x``, too. Input ``k`` of the operand, in binary from the highest digit, is
 
     pair of a word | word of a lane | lane of a quad, two digits | one of a pair
 
@@ -29,14 +30,16 @@ def per_word(FORMAT):
 
 
 @triton.constexpr_function
-def _int4_source(PAIR, HALF):
+def _int4_source(PAIR, HALF, ARRANGED):
     """The bits ``0x4300 | n`` are 128 + n in bfloat16, and ``0x6400 | n`` 1024 + n in float16."""
     magic, offset, kind = ("0x64006400", "0x64086408", "f16") if HALF else ("0x43004300", "0x43084308", "bf16")
-    places = f"0x{4 + PAIR}{4 + PAIR}{PAIR}{PAIR}"
+    if ARRANGED:
+        found = f"shr.u32 t, $2, {4 * PAIR};"
+    else:
+        found = f"shr.u32 t, $2, 4; prmt.b32 t, $2, t, 0x{4 + PAIR}{4 + PAIR}{PAIR}{PAIR};"
     return f"""{{
         .reg .b32 t, o;
-        shr.u32 t, $2, 4;
-        prmt.b32 t, $2, t, {places};
+        {found}
         lop3.b32 t, t, 0x000F000F, {magic}, 0xEA;
         mov.b32 o, {offset};
         sub.rn.{kind}x2 t, t, o;
@@ -101,9 +104,9 @@ def _fp8_source(PAIR):
 
 
 @triton.constexpr_function
-def _source(PAIR, FORMAT, HALF, SCALED):
+def pair_source(PAIR, FORMAT, ARRANGED, HALF, SCALED):
     if FORMAT == "int4":
-        return _int4_source(PAIR, HALF)
+        return _int4_source(PAIR, HALF, ARRANGED)
     return _fp8_source(PAIR) if FORMAT == "fp8_blocks" else _mxfp4_source(PAIR, HALF, SCALED)
 
 
@@ -125,15 +128,18 @@ def _number(words, PLACE: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _pair(words, factor, PAIR: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr):
+def _pair(
+    words, factor, PAIR: tl.constexpr, FORMAT: tl.constexpr, ARRANGED: tl.constexpr, HALF: tl.constexpr
+):
     """One pair of the numbers of every word: ``[O, W, 2]``, in float16 if ``HALF``, else in bfloat16.
 
     They are multiplied with ``factor``, unless it is None.
     """
     KIND: tl.constexpr = tl.float16 if HALF else tl.bfloat16
     if INTERPRETED:
-        first = _number(words, 2 * PAIR, FORMAT)
-        second = _number(words, 2 * PAIR + 1, FORMAT)
+        APART: tl.constexpr = ARRANGED and per_word(FORMAT) == 8
+        first = _number(words, PAIR if APART else 2 * PAIR, FORMAT)
+        second = _number(words, PAIR + 4 if APART else 2 * PAIR + 1, FORMAT)
         if factor is not None:
             first *= factor.to(tl.float32)
             second *= factor.to(tl.float32)
@@ -141,45 +147,67 @@ def _pair(words, factor, PAIR: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.cons
         second = second.to(KIND)
     elif factor is None:
         first, second = tl.inline_asm_elementwise(
-            _source(PAIR, FORMAT, HALF, False), "=h,=h,r", [words],
+            pair_source(PAIR, FORMAT, ARRANGED, HALF, False), "=h,=h,r", [words],
             dtype=(tl.float16, tl.float16) if HALF else (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
         )  # fmt: skip
     else:
         first, second = tl.inline_asm_elementwise(
-            _source(PAIR, FORMAT, HALF, True), "=h,=h,r,h", [words, factor],
+            pair_source(PAIR, FORMAT, ARRANGED, HALF, True), "=h,=h,r,h", [words, factor],
             dtype=(tl.float16, tl.float16) if HALF else (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
         )  # fmt: skip
     return tl.join(first, second)
 
 
 @triton.jit
-def expand(words, factor, FORMAT: tl.constexpr, HALF: tl.constexpr):
+def _expand_arranged(words, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """The operand ``[O, K]`` from words ``[O, W]`` that are arranged, whose inputs have their own order."""
+    LINES: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    pairs = tl.join(_pair(words, None, 0, FORMAT, True, HALF), _pair(words, None, 1, FORMAT, True, HALF))
+    if per_word(FORMAT) == 4:
+        # ---- [O, lane, 16 inputs, one of a pair, half of 16 inputs]
+        pairs = tl.permute(tl.reshape(pairs, (LINES, 4, W // 4, 2, 2)), (0, 2, 4, 1, 3))
+        numbers = tl.reshape(pairs, (LINES, 4 * W))
+    else:
+        others = tl.join(_pair(words, None, 2, FORMAT, True, HALF), _pair(words, None, 3, FORMAT, True, HALF))
+        # ---- [O, lane, 32 inputs, one of a pair, half of 16 inputs, half of 32]
+        pairs = tl.reshape(tl.join(pairs, others), (LINES, 4, W // 4, 2, 2, 2))
+        numbers = tl.reshape(tl.permute(pairs, (0, 2, 5, 4, 1, 3)), (LINES, 8 * W))
+    return numbers
+
+
+@triton.jit
+def expand(words, factor, FORMAT: tl.constexpr, ARRANGED: tl.constexpr, HALF: tl.constexpr):
     """The operand ``[O, K]`` from ``[O, W]`` words, in the order of :func:`order`: float16 if ``HALF``, or bfloat16.
 
     ``factor`` ``[O, 4]`` in bfloat16 multiplies the numbers of each quarter of the words, unless it is None.
     """
     LINES: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
+    if ARRANGED:
+        return _expand_arranged(words, FORMAT, HALF)
     # ---- from the order of memory, lane by lane, to the one in which lanes take turns
     words = tl.reshape(tl.permute(tl.reshape(words, (LINES, 4, W // 4)), (0, 2, 1)), (LINES, W))
     if factor is not None:
         factor = tl.reshape(tl.broadcast_to(factor[:, None, :], (LINES, W // 4, 4)), (LINES, W))
     if per_word(FORMAT) == 8:
         pairs = tl.join(
-            tl.join(_pair(words, factor, 0, FORMAT, HALF), _pair(words, factor, 2, FORMAT, HALF)),
-            tl.join(_pair(words, factor, 1, FORMAT, HALF), _pair(words, factor, 3, FORMAT, HALF)),
+            tl.join(_pair(words, factor, 0, FORMAT, False, HALF), _pair(words, factor, 2, FORMAT, False, HALF)),
+            tl.join(_pair(words, factor, 1, FORMAT, False, HALF), _pair(words, factor, 3, FORMAT, False, HALF)),
         )
         return tl.reshape(tl.permute(pairs, (0, 3, 4, 1, 2)), (LINES, 8 * W))
     else:
-        pairs = tl.join(_pair(words, factor, 0, FORMAT, HALF), _pair(words, factor, 1, FORMAT, HALF))
+        pairs = tl.join(_pair(words, factor, 0, FORMAT, False, HALF), _pair(words, factor, 1, FORMAT, False, HALF))
         return tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (LINES, 4 * W))
 
 
 @triton.jit
-def order(K: tl.constexpr, PER_WORD: tl.constexpr):
+def order(K: tl.constexpr, PER_WORD: tl.constexpr, ARRANGED: tl.constexpr):
     """Which input of a block of ``K`` every input of an operand is: ``[K]``."""
     W: tl.constexpr = K // PER_WORD
     k = tl.arange(0, K)
+    if ARRANGED:
+        return k
     word = (k // 2) % 4 * (W // 4) + k % (2 * W) // 8
     return tl.max_contiguous(tl.multiple_of(word * PER_WORD + k // (2 * W) * 2 + k % 2, 2), 2)
 
@@ -258,6 +286,7 @@ def multiply_packed(
     GROUP: tl.constexpr,
     DOT_K: tl.constexpr,
     ALIGNED_WORDS: tl.constexpr,
+    ARRANGED: tl.constexpr,
 ):
     """Compute one slice of the product: ``[BLOCK_O, BLOCK_N]``.
 
@@ -271,7 +300,7 @@ def multiply_packed(
     HALF: tl.constexpr = X_TYPE.is_fp16()
     SCALE_TYPE: tl.constexpr = scale_rows.dtype.element_ty
     word = tl.arange(0, WORDS)
-    k = order(DOT_K, PER_WORD)
+    k = order(DOT_K, PER_WORD, ARRANGED)
     acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
     if DOT_K <= GROUP:
         scale, x_scale = _load_scales(scale_rows, x_scale_rows, real, k_slice * BLOCKS * BLOCK_K, in_features, GROUP)
@@ -300,9 +329,9 @@ def multiply_packed(
                 else:
                     exponent = tl.load(scale_tile, mask=(group * GROUP < in_features)[None, :], other=127)
                 factor = power_of_two(exponent, False)
-                acc = tl.dot(expand(words, factor, FORMAT, HALF).to(X_TYPE), x, acc, input_precision="ieee")
+                acc = tl.dot(expand(words, factor, FORMAT, ARRANGED, HALF).to(X_TYPE), x, acc, input_precision="ieee")
             else:
-                sums = tl.dot(expand(words, None, FORMAT, HALF).to(X_TYPE), x, input_precision="ieee")
+                sums = tl.dot(expand(words, None, FORMAT, ARRANGED, HALF).to(X_TYPE), x, input_precision="ieee")
                 factor = tl.broadcast_to(_scale_factor(scale, SCALE_TYPE)[:, None], (BLOCK_O, BLOCK_N))
                 if x_scale_rows is not None:
                     factor *= x_scale[None, :]

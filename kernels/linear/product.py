@@ -92,11 +92,14 @@ PACKED_SLICE = 256
 
 
 def packed_slices(out_features: int, in_features: int) -> int:
-    """As :func:`num_slices`, for a weight in a format: there are more programs, which hide each other's latency."""
-    row_tiles, slices = triton.cdiv(out_features, 64), 1
-    while row_tiles * slices < 200 and slices < 8 and in_features >= 4 * slices * PACKED_SLICE:
-        slices *= 2
-    return slices
+    """As :func:`num_slices`, for a weight in a format.
+
+    Two slices are taken by two groups of warps of a program. Only where the summed dimension is long, and there are
+    few tiles of the weight, more programs are worth that their sums are merged.
+    """
+    if in_features >= 8192 and triton.cdiv(out_features, 64) < 2 * _SPLIT_K_TILES:
+        return 8
+    return 2 if in_features >= 4 * PACKED_SLICE else 1
 
 
 def packed_tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> Tiles:
@@ -124,6 +127,7 @@ class Scales:
         outputs: how many rows of the weight have one scale.
         group: how many inputs have one scale.
         dot_k: how many inputs are multiplied at a time.
+        arranged: whether numbers stand in the order of matrix instructions.
         x: ``[rows, groups]`` in float32, if rows are quantised, too.
     """
 
@@ -132,6 +136,7 @@ class Scales:
     outputs: int
     group: int
     dot_k: int
+    arranged: bool = False
     x: Tensor | None = None
 
     def arguments(self, words: Tensor) -> dict[str, Any]:
@@ -141,7 +146,7 @@ class Scales:
         return {
             "weight_scale_ptr": self.weight, "weight_scale_stride": self.weight.stride(-2), "x_scale_ptr": self.x,
             "x_scale_stride": x_stride, "FORMAT": self.format, "GROUP": self.group, "DOT_K": self.dot_k,
-            "SCALE_ROWS": self.outputs, "ALIGNED_WORDS": aligned,
+            "SCALE_ROWS": self.outputs, "ALIGNED_WORDS": aligned, "ARRANGED": self.arranged,
         }  # fmt: skip
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from specgraph.kernels.packed.arranged import FP8_BLOCKS_ARRANGED, INT4_ARRANGED, Arranged
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.fp8 import FP8_BLOCKS
 from specgraph.kernels.packed.int4 import INT4
 from specgraph.kernels.packed.mxfp4 import MXFP4
 
-FORMATS: dict[str, Format] = {made.name: made for made in (INT4, MXFP4, FP8_BLOCKS)}
+FORMATS: dict[str, Format] = {made.name: made for made in (INT4, MXFP4, FP8_BLOCKS, INT4_ARRANGED, FP8_BLOCKS_ARRANGED)}
 """Every format by its name, which the ops take as ``format``."""
+ARRANGED: dict[str, Arranged] = {made.published.name: made for made in (INT4_ARRANGED,)}
+"""The formats in whose order models are put on a GPU, by the names of those in the published order. That of fp8 in
+blocks is not among them until its kernel has run on a GPU."""
 
 
 def format_of(name: str) -> Format:

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
+from specgraph.kernels.launch import runs_gluon
 from specgraph.kernels.linear.linear import (
     Linear,
     LinearNorm,
     NormParts,
     filled,
+    hopper,
     linear_fake,
     linear_norm_fake,
     linear_reference,
@@ -28,10 +30,11 @@ from specgraph.kernels.linear.linear import (
     norm_parts_reference,
     norm_parts_triton,
 )
-from specgraph.kernels.linear.product import Tiles, launch_tiles
-from specgraph.kernels.ops import declare, not_float64, triton_or_reference
+from specgraph.kernels.linear.product import Tiles, is_gated, launch_tiles
+from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.packed.arranged import Arranged
 from specgraph.kernels.packed.formats import format_of
-from specgraph.kernels.packed.operands import packed_operands
+from specgraph.kernels.packed.operands import packed_operands, packed_words
 
 
 @dataclass(slots=True)
@@ -127,6 +130,23 @@ def packed_linear_triton(
     return (out, *norm_parts_triton(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
+def packed_linear_hopper(given: PackedLinear | PackedLinearNorm, *, pdl: bool | None = None) -> Any:
+    """The same by the kernel for few rows on Hopper, which gives the bits of :func:`packed_linear_triton`."""
+    operands = packed_operands(format_of(given.format), given.x, given.weight)
+    assert operands is not None, "_hopper_covers has seen them"
+    x, words, scales = operands
+    return filled(given.dense(words), functools.partial(hopper().launch, scales=scales), pdl, x)
+
+
+def _hopper_covers(given: PackedLinear | PackedLinearNorm) -> bool:
+    """Few rows of 16-bit values, and arranged words."""
+    x, form = given.x, format_of(given.format)
+    if not isinstance(form, Arranged) or x.numel() == 0 or x.dtype.itemsize != 2 or not runs_gluon(x.device):
+        return False
+    found = packed_words(form, x.shape[-1], x.dtype, given.weight)
+    return found is not None and hopper().covers_packed(x, *found, is_gated(given.activation), given.sum_sq is not None)
+
+
 def _exact(given: PackedLinear | PackedLinearNorm) -> Linear:
     """The product with the dequantised weight, in float32 or float64."""
     form = format_of(given.format)
@@ -160,12 +180,13 @@ def _packed_linear_norm_fake(given: PackedLinearNorm) -> tuple[Tensor, Tensor, T
     return linear_norm_fake(given.dense(_fake_dense(given)))
 
 
+HOPPER = Variant("hopper", packed_linear_hopper, batch_invariant=True, covers=_hopper_covers)
 PACKED_LINEAR = declare(
     "packed_linear", PackedLinear, _packed_linear_fake,
-    triton_or_reference(packed_linear_triton, packed_linear_reference, covers=not_float64("x")),
+    (HOPPER, *triton_or_reference(packed_linear_triton, packed_linear_reference, covers=not_float64("x"))),
 )
 PACKED_LINEAR_NORM = declare(
     "packed_linear_norm", PackedLinearNorm, _packed_linear_norm_fake,
-    triton_or_reference(packed_linear_triton, packed_linear_norm_reference, covers=not_float64("x")),
+    (HOPPER, *triton_or_reference(packed_linear_triton, packed_linear_norm_reference, covers=not_float64("x"))),
 )
 packed_linear = PACKED_LINEAR.function

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specgraph.kernels.launch import dense_rows, gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.linear.product import Scales, as_rows
+from specgraph.kernels.packed.arranged import Arranged
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.fp8 import BLOCK, LARGEST
 
@@ -32,20 +33,34 @@ def packed_operands(form: Format, x: Tensor, weight: Sequence[Tensor]) -> tuple[
         x: ``[..., I]`` in bfloat16, float16 or float32.
         weight: the tensors of a weight ``[..., O, I]``.
     """
+    found = packed_words(form, x.shape[-1], x.dtype, weight)
+    if found is None:
+        return None
+    words, scales = found
+    if not form.quantises_rows:
+        return x, words, scales
+    rows, scales.x = quantised_rows(x)
+    return rows, words, scales
+
+
+def packed_words(
+    form: Format, inputs: int, dtype: torch.dtype, weight: Sequence[Tensor]
+) -> tuple[Tensor, Scales] | None:
+    """What :func:`packed_operands` gives of a weight with so many inputs, for rows of ``dtype``."""
     if not form.expanded:
         return None
-    inputs, scale = x.shape[-1], dense_rows(weight[1])
+    scale = dense_rows(weight[1])
     outputs, group = form.block(inputs, scale)
     dot_k = math.gcd(group, LARGEST_DOT)
-    if form.name == "mxfp4" and x.dtype != torch.float16:  # which would round a number times a scale
+    if form.name == "mxfp4" and dtype != torch.float16:  # which would round a number times a scale
         dot_k = 4 * group
     numbers = dense_rows(weight[0])
     per_word = 4 // numbers.element_size() * form.per_element
     if dot_k < LEAST_DOT or inputs % per_word != 0 or scale.dtype == torch.float64 or not _holds_words(numbers):
         return None
-    rows, x_scale = quantised_rows(x) if form.quantises_rows else (x, None)
-    scales = Scales(form.name, scale, outputs, group, dot_k, x_scale)
-    return rows, numbers.view(torch.int32), scales
+    arranged = isinstance(form, Arranged)
+    name = form.published.name if isinstance(form, Arranged) else form.name
+    return numbers.view(torch.int32), Scales(name, scale, outputs, group, dot_k, arranged)
 
 
 def _holds_words(numbers: Tensor) -> bool:

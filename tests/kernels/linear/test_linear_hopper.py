@@ -11,8 +11,19 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-KINDS = ["8 plain 2", "16 gated 1", "64 plain 1", "64 gated 1", "128 plain 2"]
-"""Rows, whether the product is gated, and split-K slices."""
+KINDS = [
+    "8 plain 2",
+    "16 gated 1",
+    "64 plain 1",
+    "64 gated 1",
+    "128 plain 2",
+    "8 plain 8 int4",
+    "32 gated 2 int4",
+    "8 plain 8 fp8_blocks",
+]
+"""Rows, whether the product is gated, split-K slices, and the format of arranged words if the weight is not dense."""
+TWO_GROUPS = ["8 plain 2 int4", "16 gated 2 int4", "32 plain 2 int4", "16 plain 2 fp8_blocks"]
+"""Kinds for which two groups of warps multiply."""
 COMPILE = """
 import json
 import re
@@ -29,27 +40,34 @@ SEEN = r"griddepcontrol.launch_dependents|griddepcontrol.wait|cp.async.bulk.tens
 kernel = hopper.linear_hopper_kernel
 
 
-def descriptor(rows):
-    return f"tensordesc<bf16[{rows}, {hopper.BLOCK_K}],{hopper._layout(rows, torch.bfloat16)!r}>"
+def descriptor(rows, name="bf16", width=hopper.BLOCK_K, dtype=torch.bfloat16):
+    return f"tensordesc<{name}[{rows}, {width}],{hopper._layout(rows, width, dtype)!r}>"
 
 
-def instructions(rows, gated, pieces):
-    tiling = hopper.ring(rows, 4096, pieces, gated)
+def instructions(rows, gated, pieces, form=None):
+    tiling = hopper.packed_ring(rows, pieces, gated, form == "int4") if form else hopper.ring(rows, 4096, pieces, gated)
     fixed = {"BLOCK_N": tiling.block_n, "BLOCK_K": hopper.BLOCK_K, "BLOCKS": 8, "SLICES": pieces, "GROUPS": 64}
     fixed |= {"SPLIT": tiling.split, "STAGES": tiling.stages, "GATED": gated}
     fixed |= {"ACTIVATION": "silu" if gated else "none", "PDL": True}
+    fixed |= {"FORMAT": form, "PARTS": tiling.parts, "WARP_GROUPS": tiling.warp_groups}
+    fixed |= {"REGISTERS": tiling.registers or 0} | ({} if form else {"weight_scale_ptr": None})
     if not tiling.split:
         fixed |= {"partial_ptr": None, "counter_ptr": None}
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= {name: "*bf16" for name in types if name.endswith("_ptr")}
+    types |= {"x_scale_ptr": "*fp32", "weight_scale_ptr": "*fp32"}
     types |= {"sum_sq_ptr": "*fp32", "out_sum_sq_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
-    types |= {"weight": descriptor(hopper.TILE_O), "x": descriptor(tiling.block_n)}
+    fixed |= {"x_scale_ptr": None} if form != "fp8_blocks" else {}
+    words = descriptor(hopper.TILE_O, "i32", hopper.BLOCK_K // (8 if form == "int4" else 4), torch.int32)
+    types |= {"weight": words if form else descriptor(hopper.TILE_O), "x": descriptor(tiling.block_n)}
+    if form == "fp8_blocks":
+        types["x"] = descriptor(tiling.block_n, "fp16", dtype=torch.float16)
     types |= {"norm_eps": "fp32", "norm_offset": "fp32"}
     types |= dict.fromkeys(fixed, "constexpr")
     places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
     compiled = triton.compile(
         GluonASTSource(kernel, types, places), target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True},
+        options={"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True, "maxnreg": tiling.registers},
     )
     assert compiled.metadata.shared <= 227 * 1024, compiled.metadata.shared
     return re.findall(SEEN, compiled.asm["ptx"])
@@ -57,8 +75,8 @@ def instructions(rows, gated, pieces):
 
 found = {}
 for kind in sys.argv[1:]:
-    rows, gated, pieces = kind.split()
-    found[kind] = instructions(int(rows), gated == "gated", int(pieces))
+    rows, gated, pieces, *form = kind.split()
+    found[kind] = instructions(int(rows), gated == "gated", int(pieces), *form)
 print(json.dumps(found))
 """
 
@@ -67,7 +85,7 @@ print(json.dumps(found))
 def instructions() -> dict[str, list[str]]:
     """Those of interest, in order, of the kernel of every kind; all are compiled by one process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, *KINDS]
+    command = [sys.executable, "-c", COMPILE, *KINDS, *TWO_GROUPS]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
     found: dict[str, list[str]] = json.loads(result.stdout)
@@ -81,6 +99,18 @@ def test_weights_are_asked_for_before_the_wait_and_nothing_else_is(kind: str, in
     last_wait = max(place for place, name in enumerate(order) if name == "griddepcontrol.wait")
     before, after = order[1:last_wait], order[last_wait + 1 :]
     copies = "cp.async.bulk.tensor"
-    assert set(before) == {"griddepcontrol.wait", copies}  # the other wait is that for weights that are not constant
+    early = {"ld.global"} if len(kind.split()) > 3 else set()  # scales are part of the weight
+    # The other wait is that for weights that are not constant.
+    assert set(before) == {"griddepcontrol.wait", copies} | early
     assert before.count(copies) >= 3 and after.count(copies) > before.count(copies) / 2
     assert "wgmma.mma_async" in after and "st.global" in after
+
+
+@pytest.mark.parametrize("kind", TWO_GROUPS)
+def test_two_groups_of_warps_multiply(kind: str, instructions: dict[str, list[str]]) -> None:
+    """Each of them has its own products, also of the last blocks."""
+    _, gated, *_ = kind.split()
+    parts = 1 if gated == "gated" else 2
+    tiles = 2 if gated == "gated" else 1
+    assert instructions[kind].count("wgmma.mma_async") == 2 * parts * tiles * 8
+    assert "griddepcontrol.wait" in instructions[kind]

@@ -7,12 +7,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from specgraph.kernels.packed.arranged import FP8_BLOCKS_ARRANGED, INT4_ARRANGED
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.formats import FORMATS
 
 NAMES = tuple(FORMATS)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = {"int4": (5, 48), "mxfp4": (5, 96), "fp8_blocks": (200, 144)}
+SHAPES = {
+    "int4": (5, 48),
+    "int4_arranged": (5, 384),
+    "mxfp4": (5, 96),
+    "fp8_blocks": (200, 144),
+    "fp8_blocks_arranged": (200, 256),
+}
 """Weights of three groups or of 2 x 2 blocks; the last ones of those are not full."""
 
 
@@ -26,11 +33,24 @@ def floating(code: int, exponent_bits: int, mantissa_bits: int) -> float:
 
 VALUES = {
     "int4": [code - 8.0 for code in range(16)],
+    "int4_arranged": [code - 8.0 for code in range(16)],
     "mxfp4": [floating(code, 2, 1) for code in range(16)],
     "fp8_blocks": [floating(code, 4, 3) for code in range(256)],  # 127 and 255 are no numbers
+    "fp8_blocks_arranged": [floating(code, 4, 3) for code in range(256)],
 }
 """What each code means."""
-BITS = {"int4": 4, "mxfp4": 4, "fp8_blocks": 8}
+BITS = {"int4": 4, "int4_arranged": 4, "mxfp4": 4, "fp8_blocks": 8, "fp8_blocks_arranged": 8}
+
+
+def place(name: str, i: int, per_element: int) -> tuple[int, int]:
+    """The element of input ``i``, and which number of the element it is."""
+    if not name.endswith("_arranged"):
+        return i // per_element, i % per_element
+    # 128 inputs are, from the highest digit, 4 blocks, 2 halves, 2 quarters, 4 lanes and 2 of a pair.
+    block, half, quarter, lane, of_pair = i // 32 % 4, i // 16 % 2, i // 8 % 2, i // 2 % 4, i % 2
+    if name.startswith("fp8"):  # eight words of four numbers for a lane
+        return i // 128 * 128 + 4 * (8 * lane + 2 * block + half) + 2 * quarter + of_pair, 0
+    return i // 128 * 16 + 4 * lane + block, 4 * of_pair + 2 * half + quarter
 
 
 def matrix(name: str, weight: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -38,14 +58,15 @@ def matrix(name: str, weight: Sequence[Tensor], dtype: torch.dtype = torch.float
     numbers, scale = (part.detach().cpu() for part in weight)
     if numbers.dim() == 3:
         return torch.stack([matrix(name, parts, dtype) for parts in zip(numbers, scale, strict=True)])
-    bits, words = BITS[name], numbers.view(torch.int32 if name == "int4" else torch.uint8).tolist()
+    bits, words = BITS[name], numbers.view(torch.int32 if name.startswith("int4") else torch.uint8).tolist()
     scales = [[2.0 ** (x - 127) if name == "mxfp4" else x for x in row] for row in scale.tolist()]
     per_word = 8 * numbers.element_size() // bits
     inputs, values, mask = len(words[0]) * per_word, VALUES[name], (1 << bits) - 1
-    outer, inner = (128, 128) if name == "fp8_blocks" else (1, inputs // len(scales[0]))
+    outer, inner = (128, 128) if name.startswith("fp8") else (1, inputs // len(scales[0]))
+    places = [place(name, i, per_word) for i in range(inputs)]
     entries = [
-        [values[words[o][i // per_word] >> bits * (i % per_word) & mask] * scales[o // outer][i // inner]
-         for i in range(inputs)] for o in range(len(words))
+        [values[words[o][word] >> bits * number & mask] * scales[o // outer][i // inner]
+         for i, (word, number) in enumerate(places)] for o in range(len(words))
     ]  # fmt: skip
     return torch.tensor(entries, dtype=dtype, device=weight[0].device)
 
@@ -53,7 +74,7 @@ def matrix(name: str, weight: Sequence[Tensor], dtype: torch.dtype = torch.float
 def rounded_rows(name: str, x: Tensor) -> Tensor:
     """Rows as a format quantises them, in float32 or float64."""
     rows = x.to(torch.promote_types(x.dtype, torch.float32))
-    if name != "fp8_blocks":
+    if not name.startswith("fp8"):
         return rows
     parts = []
     for part in rows.split(128, -1):
@@ -76,7 +97,7 @@ def random_weight(name: str, experts: int | None = None, seed: int = 0) -> list[
     outputs, inputs = SHAPES[name]
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (outputs, inputs * BITS[name] // 8), generator=generator, dtype=torch.uint8)
-    if name == "int4":
+    if name.startswith("int4"):
         return [codes.view(torch.int32).to(DEVICE), normal(outputs, 3, dtype=torch.bfloat16, seed=seed)]
     if name == "mxfp4":
         return [codes.to(DEVICE), torch.randint(120, 130, (outputs, 3), generator=generator).to(torch.uint8).to(DEVICE)]
@@ -122,4 +143,15 @@ FAULTS: dict[str, dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]] 
     },
 }  # fmt: skip
 """For each format, weights that are stored in another way."""
+FAULTS["int4_arranged"] = {
+    **FAULTS["int4"],
+    "published order": lambda numbers, scale: (INT4_ARRANGED.restore(numbers), scale),
+    "lanes and blocks exchanged": lambda numbers, scale: (
+        numbers.unflatten(-1, (-1, 4, 4)).mT.flatten(-3).contiguous(),
+        scale,
+    ),
+}
+FAULTS["fp8_blocks_arranged"] = {
+    **FAULTS["fp8_blocks"], "published order": lambda numbers, scale: (FP8_BLOCKS_ARRANGED.restore(numbers), scale),
+}  # fmt: skip
 EVERY_FAULT = [(name, fault) for name, faults in FAULTS.items() for fault in faults]

@@ -35,7 +35,7 @@ from tests.kernels.packed.definition import (
 )  # fmt: skip
 
 every_format = pytest.mark.parametrize("name", NAMES)
-GROUPS = {"int4": 16, "mxfp4": None, "fp8_blocks": None}
+GROUPS = {"int4": 16, "int4_arranged": 128, "mxfp4": None, "fp8_blocks": None, "fp8_blocks_arranged": None}
 
 
 # Reading
@@ -115,9 +115,9 @@ def test_every_entry_becomes_the_nearest_number(name: str, dtype: torch.dtype) -
 
 def _ones(name: str, numbers: Tensor) -> Tensor:
     """Stored numbers that are all one."""
-    if name == "fp8_blocks":
+    if name.startswith("fp8"):
         return torch.ones_like(numbers.float()).to(numbers.dtype)
-    return torch.full_like(numbers, -0x66666667 if name == "int4" else 0x22)
+    return torch.full_like(numbers, -0x66666667 if name.startswith("int4") else 0x22)
 
 
 @every_format
@@ -185,7 +185,7 @@ def test_rows_are_rounded_each_by_itself(name: str, dtype: torch.dtype, inputs: 
     x = normal(2, 3, inputs, dtype=dtype) * torch.tensor([1e-3, 0, 30.0], device=DEVICE, dtype=dtype)[:, None]
     found, expected = form_of(name).quantise_rows(x), rounded_rows(name, x)
     assert torch.equal(found.to(expected.dtype), expected)
-    assert format_of(name).quantises_rows == (name == "fp8_blocks") == (not torch.equal(found, x))
+    assert format_of(name).quantises_rows == name.startswith("fp8") == (not torch.equal(found, x))
 
 
 # Other packages
@@ -253,6 +253,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ("int4", _empty(5, 2, dtype=INT), _empty(4, 4), r"scale is \[4, 4\]; it must have 5 rows"),
         ("int4", _empty(5, 2, dtype=INT), _empty(5, 3), "scale has 3 groups for 16 inputs; the number of groups must"),
         ("int4", _empty(5, 2, dtype=INT), _empty(5, 0), "scale has 0 groups for 16 inputs"),
+        ("int4_arranged", _empty(5, 32, dtype=INT), _empty(5, 4), "256 inputs in groups of 64 cannot be arranged"),
         ("int4", _empty(5, 2, dtype=INT), _empty(5, 4, dtype=INT), "scale is torch.int32; .* one of torch.bfloat16"),
         ("int4", _empty(5, 2, dtype=INT), _empty(5), r"numbers are \[5, 2\] and scales \[5\]: they must agree in"),
         ("int4", _empty(2, 5, 2, dtype=INT), _empty(3, 5, 4), r"\[2, 5, 2\] and scales \[3, 5, 4\]: they must agree"),
@@ -285,6 +286,10 @@ def test_another_number_of_tensors_is_refused(name: str) -> None:
     [
         ("int4", 48, 16, None),
         ("int4", 256, None, None),
+        ("int4_arranged", 256, None, None),
+        ("int4_arranged", 256, 64, "the group size, 64, is no multiple of 128"),
+        ("int4_arranged", 192, 128, "its 192 inputs are no multiple of 128"),
+        ("fp8_blocks_arranged", 192, None, "its 192 inputs are no multiple of 128"),
         ("int4", 48, None, "its 48 inputs are no multiple of the group size, 128"),
         ("int4", 36, 16, "its 36 inputs are no multiple of the group size, 16"),
         ("int4", 48, 12, "the group size, 12, is no positive multiple of 8"),

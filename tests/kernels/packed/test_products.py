@@ -28,8 +28,9 @@ reference = PACKED_LINEAR.form("reference")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 WEIGHTS = [
     ("int4", 70, 256, 128), ("int4", 70, 192, 64), ("int4", 70, 160, 32), ("int4", 70, 96, 48), ("int4", 70, 512, 256),
-    ("int4", 5, 32, 32), ("mxfp4", 70, 160, 32), ("mxfp4", 5, 32, 32), ("fp8_blocks", 200, 320, 128),
-    ("fp8_blocks", 70, 40, 128), ("fp8_blocks", 70, 30, 128),
+    ("int4", 5, 32, 32), ("int4_arranged", 70, 384, 128), ("int4_arranged", 70, 512, 256),
+    ("mxfp4", 70, 160, 32), ("mxfp4", 5, 32, 32), ("fp8_blocks", 200, 320, 128),
+    ("fp8_blocks", 70, 40, 128), ("fp8_blocks", 70, 30, 128), ("fp8_blocks_arranged", 200, 384, 128),
 ]  # fmt: skip
 """Formats, outputs, inputs and the inputs that have one scale. Kernels make the numbers of all but three in registers:
 groups of 48 inputs, and rows that are no whole words."""
@@ -87,18 +88,19 @@ def test_every_number_is_at_its_place(name: str, dtype: torch.dtype) -> None:
     """The product with an identity is the weight; a weight with all numbers that there are."""
     words = torch.randint(-(2**31), 2**31, (64, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     codes = torch.arange(256, dtype=torch.uint8).repeat(16).reshape(64, 64)
-    if name == "int4":
-        weight = [words, normal(64, 4)]
+    if name.startswith("int4"):
+        weight = [words, normal(64, 4 if name == "int4" else 1)]
     elif name == "mxfp4":
         exponents = torch.arange(256) % 252 if dtype == torch.float32 else torch.arange(256) % 12 + 115
         weight = [words, exponents.to(torch.uint8).reshape(64, 4)]
     else:
+        codes = codes.reshape(32, 128) if name.endswith("arranged") else codes
         finite = torch.where(codes & 127 == 127, 0, codes)
         weight = [finite.view(torch.float8_e4m3fn), torch.tensor([[1.0]])]
     weight = [part.to(DEVICE) for part in weight]
     expected = FORMATS[name].dequantise(weight, torch.float32).T
     found = PACKED_LINEAR.form("triton")(torch.eye(expected.shape[0], dtype=dtype, device=DEVICE), weight, format=name)
-    if name == "fp8_blocks":  # the one of a row is 448 times its scale, which is rounded
+    if name.startswith("fp8"):  # the one of a row is 448 times its scale, which is rounded
         torch.testing.assert_close(found.float(), expected, rtol=torch.finfo(dtype).eps, atol=0)
     else:
         assert torch.equal(found, expected.to(dtype))
@@ -108,13 +110,15 @@ def test_every_number_is_at_its_place(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_surrounds_a_product(name: str, dtype: torch.dtype) -> None:
     """Bias and residual, a gated activation, and the parts of the norms before and after."""
-    weight, x, bias = packed(name, 144, 160, group=32), normal(5, 160, dtype=dtype, seed=1), normal(144, dtype=dtype)
+    inputs, group = (256, 128) if name.endswith("arranged") else (160, 32)
+    weight, bias = packed(name, 144, inputs, group=group), normal(144, dtype=dtype)
+    x, own_norm = normal(5, inputs, dtype=dtype, seed=1), normal(inputs, dtype=dtype)
     residual, norm_weight = normal(5, 144, dtype=dtype, seed=2), normal(144, dtype=dtype, seed=3)
-    sum_sq = None if FORMATS[name].quantises_rows else norm_parts_reference(NormParts(x, normal(160, dtype=dtype)))[1]
+    sum_sq = None if FORMATS[name].quantises_rows else norm_parts_reference(NormParts(x, own_norm))[1]
     given, options = (x, weight, bias, residual, sum_sq), {"format": name, "norm_eps": 1e-5}
     out = PACKED_LINEAR.form("triton")(*given, **options)
     wide = x.double(), weight, bias.double(), residual.double(), None if sum_sq is None else sum_sq.double()
-    scale = 1.0 if sum_sq is None else float(torch.rsqrt(sum_sq.double().sum(-1) / 160).max())
+    scale = 1.0 if sum_sq is None else float(torch.rsqrt(sum_sq.double().sum(-1) / inputs).max())
     error = lost(name, x, weight) * scale + 2.0**-22 * (reference(*wide, **options).abs() + residual.double().abs())
     assert_within(out, reference(*wide, **options), error)
 
@@ -139,7 +143,17 @@ CUTS = [
 """Ways to cut a product that must give the same bits."""
 
 
-@pytest.mark.parametrize(("name", "group"), [("int4", 64), ("int4", 128), ("mxfp4", 32), ("fp8_blocks", 128)])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("int4", 64),
+        ("int4", 128),
+        ("int4_arranged", 128),
+        ("mxfp4", 32),
+        ("fp8_blocks", 128),
+        ("fp8_blocks_arranged", 128),
+    ],
+)
 @pytest.mark.usefixtures("ordered_dot")
 def test_the_bits_of_a_row_depend_neither_on_the_others_nor_on_the_tiling(name: str, group: int) -> None:
     weight, x = packed(name, 72, 640, group=group), normal(70, 640, dtype=torch.bfloat16, seed=1)
@@ -172,7 +186,16 @@ def test_rows_are_quantised_as_the_format_says(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "group"), [("int4", 128), ("int4", 32), ("int4", 16), ("mxfp4", 32), ("fp8_blocks", 128)]
+    ("name", "group"),
+    [
+        ("int4", 128),
+        ("int4", 32),
+        ("int4", 16),
+        ("int4_arranged", 128),
+        ("mxfp4", 32),
+        ("fp8_blocks", 128),
+        ("fp8_blocks_arranged", 128),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("ordered_dot")

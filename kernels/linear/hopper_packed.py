@@ -1,0 +1,261 @@
+"""The main loop of the Hopper kernel for arranged weights: words become the left operand in registers.
+
+Each lane reads its own words from the ring, 16 bytes at a time, and expands them into the registers in which ``wgmma``
+takes that operand (:mod:`specgraph.kernels.packed.arranged`). A tile is expanded while the one before is multiplied.
+The sums of 128 inputs, which have one scale, are multiplied with it and added to those before, as in
+:mod:`specgraph.kernels.linear.multiply_packed`, which gives the same bits.
+"""
+
+# Gluon's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from specgraph.kernels.linear.hopper_ring import request_weight, request_x
+from specgraph.kernels.linear.multiply_packed import pair_source, per_word
+
+_X_SCALES = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
+_SCALES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+"""Scales ``[64, groups]`` in memory accesses: a thread has neighbouring groups of a row."""
+_QUADS = [[1, 0], [2, 0], [4, 0]]
+_WARPS = [[16, 0], [32, 0]]
+_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *_QUADS], _WARPS, [], [64, 16])
+)
+"""Words ``[64, 16]`` of 128 inputs of four bits: a thread has the four of its place in a quad, of two rows that lie 8
+apart."""
+_WIDE_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], *_QUADS], _WARPS, [], [64, 32])
+)
+"""The same for words ``[64, 32]`` of 128 inputs of eight bits, of which a thread has eight."""
+
+
+@triton.constexpr_function
+def _padded(BLOCKS):
+    """The power of two that is not below a number."""
+    return triton.next_power_of_2(BLOCKS)
+
+
+@gluon.jit
+def load_scales(
+    scale_ptr, scale_stride, row, up_offset, begin, in_features, BLOCKS: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    TILES: gl.constexpr, SCALE_ROWS: gl.constexpr,
+):
+    """Load the scales of a program's tiles: for each tile of each group of warps ``[64, blocks]``.
+
+    There are so many blocks that their number is a power of two.
+    """
+    block = gl.arange(0, _padded(BLOCKS), gl.SliceLayout(0, _SCALES))
+    o = row + gl.arange(0, 64, gl.SliceLayout(1, _SCALES))
+    loaded = ()
+    for group in gl.static_range(WARP_GROUPS):
+        for tile in gl.static_range(TILES):
+            k = begin + group * BLOCKS + block
+            real = (o < up_offset)[:, None] & ((block < BLOCKS) & (k < gl.cdiv(in_features, 128)))[None, :]
+            at = ((o + tile * up_offset) // SCALE_ROWS).to(gl.int64)[:, None] * scale_stride + k[None, :]
+            loaded = loaded + (gl.load(scale_ptr + at, mask=real, other=0.0),)  # noqa: RUF005  (Triton has no stars)
+    return loaded
+
+
+@gluon.jit
+def _keep_scales(loaded):
+    """Store scales in shared memory, ``[tiles * blocks, 64]``, so that those of a block are read together."""
+    TILES: gl.constexpr = len(loaded)
+    PADDED: gl.constexpr = loaded[0].shape[1]
+    kept = gl.allocate_shared_memory(
+        loaded[0].dtype, [TILES * PADDED, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    for tile in gl.static_range(TILES):
+        kept.slice(tile * PADDED, PADDED, 0).permute((1, 0)).store(loaded[tile])
+    return kept._reinterpret(kept.dtype, kept.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _pair(words, PAIR: gl.constexpr, FORMAT: gl.constexpr, HALF: gl.constexpr):
+    """One pair of the numbers of every word, in float16 if ``HALF``, else in bfloat16: ``[64, words, 2]``."""
+    first, second = gl.inline_asm_elementwise(
+        pair_source(PAIR, FORMAT, True, HALF, False), "=h,=h,r", [words],
+        dtype=(gl.float16, gl.float16) if HALF else (gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.join(first, second)
+
+
+@gluon.jit
+def _expand(words, FORMAT: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr):
+    """The operand ``[64, 128]`` from the words of shared memory."""
+    if per_word(FORMAT) == 4:
+        words = words.load(_WIDE_WORDS)
+        # ---- [64, lane, 16 inputs, one of a pair, half of 16 inputs]
+        pairs = gl.join(_pair(words, 0, FORMAT, HALF), _pair(words, 1, FORMAT, HALF))
+        pairs = gl.permute(gl.reshape(pairs, [64, 4, 8, 2, 2]), (0, 2, 4, 1, 3))
+    else:
+        words = words.load(_WORDS)
+        # ---- [64, lane, 32 inputs, one of a pair, half of 16 inputs, half of 32]
+        pairs = gl.join(
+            gl.join(_pair(words, 0, FORMAT, HALF), _pair(words, 1, FORMAT, HALF)),
+            gl.join(_pair(words, 2, FORMAT, HALF), _pair(words, 3, FORMAT, HALF)),
+        )
+        pairs = gl.permute(gl.reshape(pairs, [64, 4, 4, 2, 2, 2]), (0, 2, 5, 4, 1, 3))
+    return gl.convert_layout(gl.reshape(pairs, [64, 128]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def load_x_scales(
+    x_scale_ptr, x_scale_stride, first_n, rows, begin, in_features, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """Load the scales of the program's rows of x, ``[blocks, BLOCK_N]``; None if they have none."""
+    scales = None
+    if x_scale_ptr is not None:
+        block = begin + gl.arange(0, _padded(BLOCKS), gl.SliceLayout(1, _X_SCALES))
+        n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _X_SCALES))
+        real = (block < gl.cdiv(in_features, 128))[:, None] & (n < rows)[None, :]
+        at = x_scale_ptr + n.to(gl.int64)[None, :] * x_scale_stride + block[:, None]
+        scales = gl.load(at, mask=real, other=0.0)
+    return scales
+
+
+@gluon.jit
+def _keep_x_scales(loaded):
+    """Store them in shared memory."""
+    kept = gl.allocate_shared_memory(
+        loaded.dtype, [loaded.shape[0], loaded.shape[1]], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    kept.store(loaded)
+    return kept._reinterpret(kept.dtype, kept.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _add_scaled(total, sums, scales, place, x_scales, block, SCALED: gl.constexpr):
+    """``total + sums * scale``, rounded once: ``[64, BLOCK_N]``."""
+    layout: gl.constexpr = total.type.layout
+    scale = scales.index(place).load(gl.SliceLayout(1, layout)).to(gl.float32)
+    factor, _ = gl.broadcast(scale[:, None], total)
+    if SCALED:
+        factor = factor * x_scales.index(block).load(gl.SliceLayout(0, layout))[None, :]
+    return gl.fma(sums, factor, total)
+
+
+@gluon.jit
+def _multiply_group(given, sizes, GROUP: gl.constexpr):
+    """Compute the part of a group of warps in the products of one or two tiles, ``[64, BLOCK_N]`` each.
+
+    It runs over ``OWN_SLICES`` slices of ``BLOCKS`` blocks, whose sums are added in order. A turn of the loop takes the
+    ``PARTS`` blocks of a stage. The second group stores its results.
+    """
+    weight, x, ring, x_ring, scales, x_scales, barriers, results, row, up_offset, first_n, begin = given
+    BLOCK_N: gl.constexpr = sizes[0]
+    BLOCK_K: gl.constexpr = sizes[1]
+    BLOCK_W: gl.constexpr = sizes[2]
+    BLOCKS: gl.constexpr = sizes[3]
+    OWN_SLICES: gl.constexpr = sizes[4]
+    PARTS: gl.constexpr = sizes[5]
+    STAGES: gl.constexpr = sizes[6]
+    TILES: gl.constexpr = sizes[7]
+    BYTES: gl.constexpr = sizes[8]
+    FORMAT: gl.constexpr = sizes[9]
+    SCALED: gl.constexpr = sizes[10]
+    OWN: gl.constexpr = GROUP * OWN_SLICES * BLOCKS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    HALF: gl.constexpr = x.dtype.is_fp16()
+    TURNS: gl.constexpr = BLOCKS // PARTS
+    FIRST: gl.constexpr = GROUP * TILES * _padded(OWN_SLICES * BLOCKS)
+    SECOND: gl.constexpr = FIRST + (_padded(OWN_SLICES * BLOCKS) if TILES == 2 else 0)
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, layout)
+    total = zeros
+    second_total = zeros
+    for k_slice in range(OWN_SLICES):
+        first = zeros
+        second = zeros
+        for turn in range(k_slice * TURNS, (k_slice + 1) * TURNS):
+            stage = GROUP * STAGES + turn % STAGES
+            mbarrier.wait(barriers.index(stage), (turn // STAGES) & 1)
+            last = zeros
+            b = zeros
+            # ---- the tiles of a stage in turn; one product is under way while the next operand is expanded
+            for part in gl.static_range(PARTS):
+                block = turn * PARTS + part
+                place = stage * PARTS + part
+                columns = x_ring.index(place).permute((1, 0))
+                a = _expand(ring.index(place * TILES), FORMAT, HALF, operand)
+                sums = warpgroup_mma(a, columns, zeros, use_acc=False, is_async=True)
+                if part > 0:
+                    last, b = warpgroup_mma_wait(1, deps=(last, b))
+                    done = block - 1
+                    if TILES == 2:
+                        second = _add_scaled(second, last, scales, SECOND + done, x_scales, OWN + done, SCALED)
+                    else:
+                        first = _add_scaled(first, last, scales, FIRST + done, x_scales, OWN + done, SCALED)
+                if TILES == 2:
+                    b = _expand(ring.index(place * TILES + 1), FORMAT, HALF, operand)
+                    last = warpgroup_mma(b, columns, zeros, use_acc=False, is_async=True)
+                    sums, a = warpgroup_mma_wait(1, deps=(sums, a))
+                    first = _add_scaled(first, sums, scales, FIRST + block, x_scales, OWN + block, SCALED)
+                else:
+                    last = sums
+                    b = a
+            last, b = warpgroup_mma_wait(0, deps=(last, b))
+            block = turn * PARTS + PARTS - 1
+            if TILES == 2:
+                second = _add_scaled(second, last, scales, SECOND + block, x_scales, OWN + block, SCALED)
+            else:
+                first = _add_scaled(first, last, scales, FIRST + block, x_scales, OWN + block, SCALED)
+            following = turn + STAGES
+            needed = following < OWN_SLICES * TURNS
+            block_k = begin + OWN + following * PARTS
+            request_weight(weight, ring, barriers, stage, row, up_offset, block_k, needed, BLOCK_W, PARTS, TILES, BYTES)
+            request_x(x, x_ring, barriers, stage, first_n, block_k, needed, BLOCK_K, PARTS)
+        total += first
+        second_total += second
+    if GROUP > 0:
+        results.index(0).store(total)
+        if TILES == 2:
+            results.index(1).store(second_total)
+    return total, second_total
+
+
+@gluon.jit
+def _work(given, sizes, GROUP: gl.constexpr):
+    """:func:`_multiply_group` for the second group of warps, which may return nothing."""
+    _multiply_group(given, sizes, GROUP)
+
+
+@gluon.jit
+def multiply_packed(
+    weight, x, ring, x_ring, scales, x_scales, barriers, row, up_offset, first_n, begin,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_W: gl.constexpr, BLOCKS: gl.constexpr,
+    OWN_SLICES: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    TILES: gl.constexpr, BYTES: gl.constexpr, FORMAT: gl.constexpr, REGISTERS: gl.constexpr,
+):
+    """Compute the products of one or two tiles of the weight with the rows of x, ``[64, BLOCK_N]`` each.
+
+    Two groups of four warps take one slice of the summed dimension each, or one group takes all slices of the program.
+    Sums are added in the order of the slices. A thread has at most ``REGISTERS`` if there are two groups.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    # ---- what the second group computes: [tiles, 64, BLOCK_N]
+    results = gl.allocate_shared_memory(
+        gl.float32, [TILES, 64, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    scales = _keep_scales(scales)
+    SCALED: gl.constexpr = x_scales is not None
+    # An argument of a group of warps has to be something, also if nothing reads it.
+    x_scales = _keep_x_scales(x_scales) if SCALED else scales
+    given = (weight, x, ring, x_ring, scales, x_scales, barriers, results, row, up_offset, first_n, begin)
+    sizes: gl.constexpr = (BLOCK_N, BLOCK_K, BLOCK_W, BLOCKS, OWN_SLICES, PARTS, STAGES, TILES, BYTES, FORMAT, SCALED)
+    if WARP_GROUPS == 1:
+        y, second = _multiply_group(given, sizes, 0)
+    else:
+        y, second = gl.warp_specialize(
+            [(_multiply_group, (given, sizes, gl.constexpr(0))), (_work, (given, sizes, gl.constexpr(1)))],
+            [4], [REGISTERS],
+        )  # fmt: skip
+        y += results.index(0).load(layout)
+        if TILES == 2:
+            second += results.index(1).load(layout)
+    return y, second
