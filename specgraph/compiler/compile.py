@@ -36,6 +36,7 @@ from specgraph.runtime.execution.plain_mode import current
 from specgraph.runtime.model_guard import ModelGuard
 from specgraph.runtime.requests.generation_config import read_generation_config
 from specgraph.runtime.requests.request import Limits
+from specgraph.schemes.layers import arrange_weights
 from specgraph.specialise.index_rows import IndexRows
 
 FALLBACK_MAX_LENGTH = 4096
@@ -47,10 +48,11 @@ def compile_speculative(
     """Compile a causal LM of transformers into a lossless speculative decoder.
 
     The model itself computes the same as before, and its weights are not copied. (On a GPU, the weights of layers that
-    read the same input are moved into one tensor. The model's parameters become views of it, also if compiling fails
-    later. A decoder that was compiled before, without this, says so at its next call.) Meanwhile other threads may run
-    the model, or compile. Values that are written into the weights later reach the decoder; after any other change of
-    the model, its next call says what was changed and to compile again.
+    read the same input are moved into one tensor, of which the model's parameters become views, and the numbers of int4
+    weights are sorted, which a state dict does not show; also if compiling fails later. A decoder that was compiled
+    before, without this, says so at its next call.) Meanwhile other threads may run the model, or compile. Values that
+    are written into the weights later reach the decoder; after any other change of the model, its next call says what
+    was changed and to compile again.
 
     Args:
         model: the target. Its present device and dtype are those of the decoder. Of a multimodal model
@@ -97,6 +99,7 @@ def compile_speculative(
     ):
         begin = time.perf_counter()
         progress.advance(0, "tracing the target")
+        arrange_weights(model)
         target = trace(model, config.max_length)
         seconds, info = time.perf_counter() - begin, target.info
         notes = [f"tracing {info.name}: {seconds:.2f} s, {info.attention_layers} attention layers"]

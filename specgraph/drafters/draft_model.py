@@ -27,6 +27,7 @@ from specgraph.frontend.shapes_only import without_weights
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
 from specgraph.ir.drafter import Mask
 from specgraph.ir.model_info import ModelInfo
+from specgraph.schemes.layers import arrange_weights
 from specgraph.schemes.load import load_causal_lm
 
 MOST = 16
@@ -77,6 +78,7 @@ class DraftModelDrafter(ChainDrafter):
             loaded: Any = load_causal_lm(given, target.info.dtype, f"The draft {str(given)!r}")
             given = loaded.to(target.info.device)
         notes = (*notes, _check_model(target, given))
+        arrange_weights(given)
         traced = trace(given, target.max_length)
         if mask is not None and not 0 <= mask < traced.info.input_ids:
             raise ConfigError(f"draft.mask_token_id is {mask}; the draft takes ids 0 to {traced.info.input_ids - 1}.")

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from specgraph.frontend.experts import experts_hook
 from specgraph.ir.packed import STACKS
+from specgraph.kernels.packed.arranged import Arranged
 from specgraph.kernels.packed.format import Format
-from specgraph.kernels.packed.formats import format_of
+from specgraph.kernels.packed.formats import ARRANGED, format_of
 from specgraph.kernels.packed.linear import packed_linear
 
 
@@ -75,6 +76,38 @@ class PackedLinear(Packed):
     def weight_parts(self) -> list[Tensor]:
         """The tensors of the weight, numbers first."""
         return [self.get_parameter(name) for name in format_of(self.format).parts]
+
+    @torch.no_grad()
+    def arrange(self) -> None:
+        """Sort the numbers as matrix instructions of a GPU take them, in place, if the format has such an order.
+
+        The parameter gets another name, by which its order is known. A state dict has the published order and name.
+        """
+        form, arranged = format_of(self.format), ARRANGED.get(self.format)
+        numbers, scale = self.weight_parts[:2]
+        if arranged is None or not arranged.takes(self.in_features, scale):
+            return
+        if not getattr(numbers, "is_arranged", False):  # another layer may have the same parameter
+            numbers.copy_(arranged.arrange(numbers))
+            numbers.is_arranged = True  # type: ignore[attr-defined]
+        renamed = dict(zip(form.parts, arranged.parts, strict=True))
+        held = {renamed.get(name, name): parameter for name, parameter in self._parameters.items()}
+        self._parameters.clear()
+        self._parameters.update(held)
+        self.format = arranged.name
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        form = format_of(self.format)
+        if isinstance(form, Arranged):
+            numbers = destination.pop(f"{prefix}{form.parts[0]}")
+            destination[f"{prefix}{form.published.parts[0]}"] = form.restore(numbers.detach())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        form = format_of(self.format)
+        if isinstance(form, Arranged) and (published := f"{prefix}{form.published.parts[0]}") in state_dict:
+            state_dict[f"{prefix}{form.parts[0]}"] = form.arrange(state_dict.pop(published))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
@@ -161,3 +194,10 @@ def _replace(module: Any, name: str, form: Format, weight: Sequence[Tensor]) -> 
 @functools.cache
 def _packed_class(kind: Any) -> type[nn.Module]:
     return type(f"Packed{kind.__name__}", (PackedExperts, kind), {"__doc__": PackedExperts.__doc__})
+
+
+def arrange_weights(model: nn.Module) -> None:
+    """Sort the packed weights of a model for the GPU that it is on, in place; nothing on a CPU."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear) and module.weight_parts[0].device.type == "cuda":
+            module.arrange()

@@ -75,7 +75,7 @@ def oracle(model: PreTrainedModel) -> PreTrainedModel:
     """The same model with dense weights, which a loop over the entries of the packed ones gives."""
     model = copy.deepcopy(model)
     for name, layer in packed_layers(model).items():
-        kind = RoundedLinear if layer.format == "fp8_blocks" else nn.Linear
+        kind = RoundedLinear if layer.format.startswith("fp8") else nn.Linear
         dense = kind(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=model.dtype)
         dense.weight.data = matrix(layer.format, layer.weight_parts, model.dtype)
         if layer.bias is not None:

@@ -1,0 +1,107 @@
+"""Layers whose numbers are sorted for a GPU: they are the same layers to everybody but the kernels."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import specgraph
+from specgraph.ir.linear import scheme_of
+from specgraph.kernels.packed.int4 import INT4
+from specgraph.schemes.layers import PackedLinear, arrange_weights
+from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
+from tests.models import make_model, ragged_prompts, saved
+from tests.schemes.models import oracle, packed_layers
+
+
+def model_of(group_size: int = 128, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    model = make_model("llama", seed=3, dtype=dtype, hidden_size=128, intermediate_size=256)
+    return specgraph.quantise(model, "int4", group_size=group_size)
+
+
+def arranged(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with arranged layers."""
+    model = copy.deepcopy(model)
+    for layer in packed_layers(model).values():
+        layer.arrange()
+    return model
+
+
+def layer_of(seed: int = 0) -> PackedLinear:
+    generator = torch.Generator().manual_seed(seed)
+    weight = INT4.quantise(torch.randn(40, 384, generator=generator))
+    return PackedLinear(INT4, weight, torch.randn(40, generator=generator))
+
+
+def test_a_layer_computes_and_states_the_same() -> None:
+    layer, found = layer_of(), layer_of()
+    found.arrange()
+    assert [*dict(found.named_parameters())] == ["weight_arranged", "weight_scale", "bias"]
+    assert not torch.equal(found.weight_arranged, layer.weight_packed)
+    assert torch.equal(found.dequantised(torch.float64), layer.dequantised(torch.float64))
+    x = torch.randn(3, 384)
+    assert torch.equal(found(x), layer(x))
+    expected = layer.state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_goes_into_an_arranged_layer_and_out_of_it(assign: bool) -> None:
+    other, found = layer_of(seed=1), layer_of()
+    found.arrange()
+    given = other.state_dict()
+    found.load_state_dict(given, assign=assign)
+    assert given.keys() == other.state_dict().keys(), "the caller's dictionary stays as it is"
+    assert torch.equal(found.dequantised(torch.float64), other.dequantised(torch.float64))
+    back = layer_of()
+    back.load_state_dict(found.state_dict())
+    assert torch.equal(back.weight_packed, other.weight_packed)
+
+
+def test_numbers_are_sorted_in_their_own_memory_and_once() -> None:
+    first, second = layer_of(), layer_of()
+    second.weight_packed = first.weight_packed  # as layers that share a weight have it
+    expected, memory = first.dequantised(torch.float64), first.weight_packed.data_ptr()
+    for layer in (first, second, first):
+        layer.arrange()
+    assert first.weight_arranged is second.weight_arranged and first.weight_arranged.data_ptr() == memory
+    for layer in (first, second, copy.deepcopy(first)):
+        layer.arrange()
+        assert torch.equal(layer.dequantised(torch.float64), expected)
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_smaller_groups_stay_as_they_are(group_size: int) -> None:
+    model = model_of(group_size)
+    assert all(layer.format == "int4" for layer in packed_layers(arranged(model)).values())
+
+
+def test_nothing_is_sorted_on_a_cpu() -> None:
+    model = model_of()
+    arrange_weights(model)
+    assert {layer.format for layer in packed_layers(model).values()} == {"int4"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("draft", [{"kind": "none"}, {"kind": "ngram", "num_speculative_tokens": 3}], ids=str)
+def test_an_arranged_model_is_compiled(draft: dict[str, object], dtype: torch.dtype) -> None:
+    model, prompts = model_of(dtype=dtype), ragged_prompts()
+    sorted_model = arranged(model)
+    found = scheme_of(sorted_model.model.layers[0].mlp.up_proj)
+    assert found is not None and found[0].name == "int4_arranged"
+    made = specgraph.compile_speculative(sorted_model, {**CONFIG, "draft": draft})
+    tokens = made.generate(prompts, max_new_tokens=10, eos_token_id=[]).new_tokens
+    assert_same_tokens(model, prompts, tokens, forward_greedy(oracle(model), prompts, 10))
+
+
+def test_an_arranged_model_is_saved_in_the_published_layout(tmp_path: Path) -> None:
+    model = model_of(dtype=torch.float32)
+    expected = specgraph.load(saved(model, tmp_path / "plain"))
+    found = specgraph.load(saved(arranged(model), tmp_path / "arranged"))
+    assert found.state_dict().keys() == expected.state_dict().keys()
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
