@@ -1,5 +1,5 @@
 """``numerics: bitwise`` at the shapes of Llama-3-8B and Qwen3.5-9B, bf16, random weights: up to 576 rows, contexts of
-several pieces and prompts of several chunks.
+several pieces and prompts of several chunks. The same with packed weights, also at the shape of gpt-oss-20b.
 
 Random logits lie close together, so that any difference between two sums shows in the tokens soon. Random heads are
 hardly ever right; n-gram drafts are, where a sequence repeats itself.
@@ -26,11 +26,14 @@ Found = list[tuple[Tensor, Tensor]]
 
 
 LLAMA, QWEN = "llama-3-8b-shape", "qwen3.5-9b-shape"
+PACKED = ("llama-3-8b-shape packed int4", "llama-3-8b-shape packed fp8", "gpt-oss-20b-shape packed mxfp4")
+"""Shapes with packed weights, and their schemes."""
 
 
 @functools.lru_cache(maxsize=1)
 def target(shape: str) -> PreTrainedModel:
-    return random_target(shape, torch.device("cuda"), torch.bfloat16)
+    name, _, scheme = shape.partition(" packed ")
+    return random_target(name, torch.device("cuda"), torch.bfloat16, weights=scheme or None)
 
 
 def prompts() -> list[Tensor]:
@@ -77,12 +80,20 @@ RECURRENT = [
     ("eagle3", 1, list(range(SEQUENCES))), ("eagle3", 3, [62]), ("eagle3", 7, list(range(8, 24))),
     ("mtp", 3, list(range(SEQUENCES))), ("mtp", 7, [61]),
 ]  # fmt: skip
+SOME = [
+    ("none", 1, [5]), ("none", 1, list(range(40, 48))), ("ngram", 4, list(range(SEQUENCES))), ("ngram", 7, [63]),
+    ("eagle3", 3, list(range(32))), ("eagle3", 7, list(range(SEQUENCES))),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("shape", "kind", "k", "rows"),
-    [*((LLAMA, *case) for case in CASES), *((QWEN, *case) for case in RECURRENT)],
+    [
+        *((LLAMA, *case) for case in CASES),
+        *((QWEN, *case) for case in RECURRENT),
+        *((shape, *case) for shape in PACKED for case in SOME),
+    ],
     ids=lambda value: f"batch {len(value)}" if isinstance(value, list) else None,
 )
 def test_speculation_changes_no_bit(shape: str, kind: str, k: int, rows: list[int], temperature: float) -> None:
@@ -95,7 +106,7 @@ def test_speculation_changes_no_bit(shape: str, kind: str, k: int, rows: list[in
 
 @pytest.mark.parametrize("rows", [[5], list(range(40, 48))])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("shape", [LLAMA, QWEN])
+@pytest.mark.parametrize("shape", [LLAMA, QWEN, *PACKED])
 def test_given_tokens_are_scored_with_the_bits_that_they_were_drawn_with(
     shape: str, rows: list[int], temperature: float
 ) -> None:
