@@ -58,7 +58,8 @@ def load_scales(
             k = begin + group * BLOCKS + block
             real = (o < up_offset)[:, None] & ((block < BLOCKS) & (k < gl.cdiv(in_features, 128)))[None, :]
             at = ((o + tile * up_offset) // SCALE_ROWS).to(gl.int64)[:, None] * scale_stride + k[None, :]
-            loaded = loaded + (gl.load(scale_ptr + at, mask=real, other=0.0),)  # noqa: RUF005  (Triton has no stars)
+            # Triton has no stars.
+            loaded = loaded + (gl.load(scale_ptr + at, mask=real, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     return loaded
 
 
