@@ -31,6 +31,10 @@ class Format:
         per_element: how many numbers an element of that dtype holds.
         scale_dtypes: the dtypes that scales may have.
         quantises_rows: whether rows of activations are quantised, too, by :meth:`quantise_rows`.
+        kinds: what each of the parts holds: ``numbers``, then ``scale``, ``zero point`` or ``group index``.
+        shared: the kind of the tensor that has an element for several outputs, if one has (:meth:`outputs_together`).
+        own_order: whether each weight says by itself which inputs are a group, so that several cannot be joined or
+            stacked.
         expanded: whether the kernels multiply numbers as they are stored. For other formats they take the whole weight
             in float32.
     """
@@ -43,6 +47,9 @@ class Format:
     per_element: int = 1
     scale_dtypes: tuple[torch.dtype, ...]
     quantises_rows: bool = False
+    kinds: tuple[str, ...] = ("numbers", "scale")
+    shared: str = "scale"
+    own_order: bool = False
     expanded: bool = True
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,6 +63,10 @@ class Format:
     def block(self, inputs: int, scale: Tensor) -> tuple[int, int]:
         """How many outputs and how many inputs have one scale: a row of a group of inputs, unless overridden."""
         return 1, inputs // scale.shape[-1]
+
+    def outputs_together(self, inputs: int, scale: Tensor) -> int:
+        """How many neighbouring outputs have an element of some tensor in common."""
+        return self.block(inputs, scale)[0]
 
     def check_scale(self, outputs: int, inputs: int, scale: Tensor) -> None:
         """Raise ValueError unless ``scale`` has the shape that a weight ``[outputs, inputs]`` needs."""

@@ -6,9 +6,11 @@ from specgraph.kernels.packed.arranged import FP8_BLOCKS_ARRANGED, INT4_ARRANGED
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.fp8 import FP8_BLOCKS
 from specgraph.kernels.packed.int4 import INT4
+from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import MXFP4
 
-FORMATS: dict[str, Format] = {made.name: made for made in (INT4, MXFP4, FP8_BLOCKS, INT4_ARRANGED, FP8_BLOCKS_ARRANGED)}
+_KNOWN = (INT4, MXFP4, FP8_BLOCKS, INT4_ARRANGED, FP8_BLOCKS_ARRANGED, INT4_ZEROS, INT4_ACT_ORDER)
+FORMATS: dict[str, Format] = {made.name: made for made in _KNOWN}
 """Every format by its name, which the ops take as ``format``."""
 ARRANGED: dict[str, Arranged] = {made.published.name: made for made in (INT4_ARRANGED,)}
 """The formats in whose order models are put on a GPU, by the names of those in the published order. That of fp8 in

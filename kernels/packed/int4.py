@@ -20,6 +20,8 @@ OFFSET = 8
 """What is added to a number from -8 to 7 before it is stored."""
 GROUP = 128
 """How many inputs have one scale unless it is said."""
+WHOLE_ROW = -1
+"""The group size that stands for all inputs."""
 HALF_RANGE = 7.5
 """Half of the distance from -8 to 7. The entry of a group that is the largest in magnitude is divided into so many."""
 
@@ -58,7 +60,7 @@ class Int4(Format):
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
         """Groups have to be full, and to consist of whole words."""
-        size = GROUP if group_size is None else group_size
+        size = group_of(inputs, group_size)
         if size < 1 or size % self.per_element:
             return f"the group size, {size}, is no positive multiple of {self.per_element}"
         return f"its {inputs} inputs are no multiple of the group size, {size}" if inputs % size else None
@@ -68,7 +70,7 @@ class Int4(Format):
     ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Words, and scales in the dtype of the weight."""
         words = (outputs, inputs // self.per_element), self.stored
-        return words, ((outputs, inputs // (group_size or GROUP)), _kept(dtype))
+        return words, ((outputs, inputs // group_of(inputs, group_size)), _kept(dtype))
 
     def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
         """Round a weight ``[..., O, I]``, by groups of 128 inputs unless told.
@@ -81,11 +83,18 @@ class Int4(Format):
         """
         exact = torch.promote_types(weight.dtype, torch.float32)
         kept = _kept(weight.dtype)
-        groups = torch.unflatten(weight.to(exact), -1, (-1, group_size or GROUP))
+        groups = torch.unflatten(weight.to(exact), -1, (-1, group_of(weight.shape[-1], group_size)))
         scale = (groups.abs().amax(-1) / HALF_RANGE).to(kept)
         scale = torch.where(scale == 0, torch.finfo(kept).eps, scale)
         values = (groups / scale.to(exact)[..., None]).round().clamp(-8, 7)
         return join_nibbles(values.flatten(-2).to(torch.int32) + OFFSET, torch.int32), scale
+
+
+def group_of(inputs: int, group_size: int | None) -> int:
+    """How many of so many inputs have one scale: 128 unless told, or all of them for :data:`WHOLE_ROW`."""
+    if group_size is None:
+        return GROUP
+    return inputs if group_size == WHOLE_ROW else group_size
 
 
 def _kept(dtype: torch.dtype) -> torch.dtype:

@@ -73,8 +73,10 @@ class Packed(Scheme):
 
     def why_not_merged(self, weights: Sequence[Sequence[Tensor]]) -> str | None:
         """Joined weights have as many groups of inputs, and blocks of outputs end with each of them but the last."""
+        if self.form.own_order:
+            return "each of them says which of its inputs are a group"
         first, scale = weights[0][:2]
-        outputs, _ = self.form.block(first.shape[1] * self.form.per_element, scale)
+        outputs = self.form.outputs_together(first.shape[1] * self.form.per_element, scale)
         groups = sorted({scale.shape[1] for _, scale, *_ in weights})
         if len(groups) > 1:
             return f"their inputs are in {' and '.join(map(str, groups))} groups"
@@ -82,7 +84,8 @@ class Packed(Scheme):
             return super().why_not_merged(weights)
         ragged = [len(stored) for stored, *_ in weights[:-1] if len(stored) % outputs]
         if ragged:
-            return f"{ragged[0]} outputs do not end a block of {outputs}, so that the next ones would get its scale"
+            shared = self.form.shared
+            return f"{ragged[0]} outputs do not end a block of {outputs}, so that the next ones would get its {shared}"
         return self.why_not_alike(weights)
 
 

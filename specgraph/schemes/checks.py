@@ -26,7 +26,7 @@ class Part:
 
     Attributes:
         form: the format of the weight.
-        kind: ``numbers``, ``scale``, or ``shape`` for two numbers beside them.
+        kind: one of :attr:`~specgraph.kernels.packed.format.Format.kinds`, or ``shape`` for two numbers beside them.
         dtypes: the dtypes in which a file may hold it.
         shape: the shape in a file.
     """
@@ -42,12 +42,11 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
     found: dict[str, Part] = {}
     for path, module in model.named_modules():
         if isinstance(module, PackedLinear):
-            form, numbers, *others = format_of(module.format), *format_of(module.format).parts
-            names = [(numbers, "numbers"), *((other, "scale") for other in others)]
-            names += [(name, "shape") for name in form.beside]
+            form = format_of(module.format)
+            names = [*zip(form.parts, form.kinds, strict=True), *((name, "shape") for name in form.beside)]
         elif isinstance(module, PackedExperts):
             form = format_of(module.format)
-            kinds = [*zip(form.stack_parts, ("numbers", "scale"), strict=True)]
+            kinds = [*zip(form.stack_parts, form.kinds, strict=True)]
             held = {name for name, _ in module.named_parameters(recurse=False)}
             names = [(f"{stack}{part}", kind) for stack in STACKS for part, kind in kinds if f"{stack}{part}" in held]
         else:
@@ -58,7 +57,8 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 
 
 def _part(form: Format, kind: str, tensor: Tensor, stacked: bool) -> Part:
-    dtypes = {"numbers": (form.stored,), "scale": form.scale_dtypes, "shape": (torch.int64, torch.int32)}[kind]
+    other = {"scale": form.scale_dtypes, "shape": (torch.int64, torch.int32)}
+    dtypes = other.get(kind, (form.stored,))
     shape = tuple(tensor.shape)
     return Part(form, kind, dtypes, form.stacked_shape(shape) if stacked and kind == "numbers" else shape)
 
@@ -168,10 +168,10 @@ def _check_tensor(piece: Piece, stored: StoredTensor, wanted: Tensor, model: nn.
     else:
         owner, leaf = owner_of(model, str(piece.tensor))
         shape = piece.shape_in(tuple(getattr(owner, leaf).shape))
-        if part and part.kind == "scale" and is_ragged(owner, piece.weight.rpartition(".")[2], piece.count):
+        if part and part.kind == part.form.shared and is_ragged(owner, piece.weight.rpartition(".")[2], piece.count):
             raise UnsupportedModelError(
-                f"{piece.name} of {stored.file} cannot be joined with the scales of the other matrices in "
-                f"{piece.tensor}: the last block of {part.form.name} is not full, and its scale would be of both."
+                f"{piece.name} of {stored.file} cannot be joined with the {part.kind}s of the other matrices in "
+                f"{piece.tensor}: the last block of {part.form.name} is not full, and its {part.kind} would be of both."
             )
     if stored.shape != shape:
         raise UnsupportedModelError(
@@ -203,11 +203,13 @@ def _is_unread(model: PreTrainedModel, piece: Piece) -> bool:
 
 
 def check_values(piece: Piece, value: Tensor, part: Part, owner: nn.Module, file: Path) -> None:
-    """Raise UnsupportedModelError if scales or a stated shape that were read cannot be right."""
+    """Raise UnsupportedModelError if scales, groups of inputs or a stated shape that were read cannot be right."""
     if part.kind == "shape":
         _check_shape(piece.name, value, [owner.out_features, owner.in_features])  # type: ignore[list-item]
     elif part.kind == "scale":
         _check_scales(piece.name, value, part.form, file)
+    elif part.kind == "group index":
+        _check_groups(piece.name, value, len(getattr(owner, part.form.parts[1])[0]), file)
 
 
 def _check_stated_shape(piece: Piece, files: Files, model: nn.Module) -> None:
@@ -234,4 +236,14 @@ def _check_scales(name: str, value: Tensor, form: Format, file: Path) -> None:
         raise UnsupportedModelError(
             f"{name} of {file} is {float(scales[tuple(place)])} at {place}; scales must be finite and other than 0, so "
             "the file is damaged."
+        )
+
+
+def _check_groups(name: str, value: Tensor, groups: int, file: Path) -> None:
+    bad = (value < 0) | (value >= groups)
+    if bool(bad.any()):
+        place = int(bad.nonzero()[0])
+        raise UnsupportedModelError(
+            f"{name} of {file} is {int(value[place])} at [{place}]; it must be from 0 to {groups - 1}, so the file is "
+            "damaged."
         )

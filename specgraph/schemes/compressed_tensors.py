@@ -10,7 +10,8 @@ from torch import nn
 
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.format import Format
-from specgraph.kernels.packed.int4 import INT4
+from specgraph.kernels.packed.int4 import INT4, WHOLE_ROW
+from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import GROUP, MXFP4
 from specgraph.schemes.layout import Layout, check_stated
 from specgraph.schemes.targets import matches, targeted
@@ -22,6 +23,10 @@ FORMATS: dict[str, tuple[Format, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """What ``format`` says, the format of the weights, and what each of their properties has to be."""
+INTEGERS: dict[tuple[bool, bool], Format] = {
+    (True, False): INT4, (False, False): INT4_ZEROS, (False, True): INT4_ACT_ORDER,
+}  # fmt: skip
+"""The formats of integers: by whether they are symmetric, and whether files say which inputs are a group."""
 _NONE = ("input_activations", "output_activations")
 """What would be quantised beside weights."""
 
@@ -54,10 +59,12 @@ class CompressedTensors(Layout):
         for key in _NONE:
             check_stated(f"{label}.{key}", group.get(key), None)
         weights = group["weights"]
+        if form is INT4:
+            form, wanted, weights = _integers(weights, wanted)
         for key, allowed in wanted.items():
             check_stated(f"{label}.weights.{key}", weights.get(key), allowed)
         size = weights.get("group_size")
-        if not isinstance(size, int) or size < 1:
+        if not isinstance(size, int) or (size < 1 and size != WHOLE_ROW):
             raise UnsupportedModelError(
                 f"{label}.weights.group_size of quantization_config is {size!r}; it must be 1 or more."
             )
@@ -65,9 +72,12 @@ class CompressedTensors(Layout):
 
     def stated(self) -> dict[str, Any]:
         """One group of linear layers."""
-        name, (_, weights) = next((name, known) for name, known in FORMATS.items() if known[0] is self.form)
+        of_integers = {form: _stated_of(*of, self.group_size) for of, form in INTEGERS.items()}
+        listed = INT4 if self.form in of_integers else self.form
+        name, (_, weights) = next((name, known) for name, known in FORMATS.items() if known[0] is listed)
+        own = of_integers.get(self.form, {"group_size": self.group_size})
         group = {
-            "targets": [*self.targets], "weights": {**weights, "group_size": self.group_size, "dynamic": False},
+            "targets": [*self.targets], "weights": {**weights, **own, "dynamic": False},
             **dict.fromkeys(_NONE), "format": name,
         }  # fmt: skip
         return {
@@ -86,6 +96,28 @@ class CompressedTensors(Layout):
     def packs(self, name: str) -> bool:
         """Whether ``targets`` matches, too: files have a linear layer where a model has a matrix of a stack."""
         return matches(name, nn.Linear, self.targets) and super().packs(name)
+
+
+def _integers(
+    weights: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> tuple[Format, dict[str, Any], Mapping[str, Any]]:
+    """The format of integers, what has to be stated for it, and what is stated, with the size of a group.
+
+    Integers are symmetric or not, and have several groups in a row or one. Only those with zero points are in groups of
+    any inputs.
+    """
+    symmetric, act_order = weights.get("symmetric") is not False, weights.get("actorder") == "group"
+    form = INTEGERS.get((symmetric, act_order), INT4)
+    own = {"symmetric": symmetric, **({"actorder": None} if symmetric and act_order else {})}
+    if weights.get("strategy") == "channel":
+        return form, {**wanted, **own, "strategy": "channel"}, {**weights, "group_size": WHOLE_ROW}
+    return form, {**wanted, **own}, weights
+
+
+def _stated_of(symmetric: bool, act_order: bool, group_size: int | None) -> dict[str, Any]:
+    whole = group_size == WHOLE_ROW
+    stated = {"symmetric": symmetric, "strategy": "channel" if whole else "group"}
+    return {**stated, "group_size": None if whole else group_size, **({"actorder": "group"} if act_order else {})}
 
 
 def _only_group(groups: object) -> tuple[str, Mapping[str, Any]]:

@@ -1,18 +1,20 @@
 """Which weights of a model are packed, and how: what the ``quantization_config`` of a ``config.json`` states.
 
 There is a file for every tool that states it in its own way: :mod:`specgraph.schemes.compressed_tensors`,
-:mod:`specgraph.schemes.fine_grained` (fp8) and :mod:`specgraph.schemes.gpt_oss` (mxfp4).
+:mod:`specgraph.schemes.fine_grained` (fp8), :mod:`specgraph.schemes.gpt_oss` (mxfp4), :mod:`specgraph.schemes.awq` and
+:mod:`specgraph.schemes.gptq`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
+from specgraph.checkpoints.files import Files
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.format import Format
 from specgraph.schemes.layers import stack_features, stacks
@@ -47,6 +49,27 @@ class Layout(ABC):
     @abstractmethod
     def stated(self) -> dict[str, Any]:
         """What ``config.json`` has as ``quantization_config``."""
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """The parts of the format by the names that files give them, where these are others."""
+        return {}
+
+    def adapted(self, files: Files, known: Container[str]) -> tuple[Layout, Files]:
+        """The layout and the files, whose tensors are converted as they are read if the format holds them otherwise.
+
+        Args:
+            files: the files of a checkpoint.
+            known: the names of the tensors of the model, with dense weights.
+
+        Raises:
+            UnsupportedModelError: tensors of a layer do not belong together.
+        """
+        return self, files
+
+    def kept(self, stated: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+        """The ``quantization_config`` that a loaded model is saved with: the one it had, unless overridden."""
+        return stated
 
     @abstractmethod
     def linears(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Linear]:
@@ -83,6 +106,7 @@ class Layout(ABC):
             packed = [layer for layer in of if self.packs(layer)]
             if packed:
                 _check_all(of, packed, name)
+                _check_order(self.form, packed[0], name)
                 found[name] = module
         return found
 
@@ -101,6 +125,14 @@ def _check_all(layers: Sequence[str], packed: Sequence[str], name: str) -> None:
         raise UnsupportedModelError(
             f"quantization_config names {packed[0]} as packed and not {dense}, which are both in the stacks of {name}; "
             "all of them must be packed, or none."
+        )
+
+
+def _check_order(form: Format, layer: str, name: str) -> None:
+    if form.own_order:
+        raise UnsupportedModelError(
+            f"{layer} has groups of inputs that are not neighbours (act-order), and it is in a stack of {name}, all "
+            "matrices of which would need the same groups; use a checkpoint that was quantised without act-order."
         )
 
 

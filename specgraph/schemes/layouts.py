@@ -12,12 +12,14 @@ from specgraph.kernels.packed.fp8 import FP8_BLOCKS
 from specgraph.kernels.packed.int4 import GROUP, INT4
 from specgraph.kernels.packed.mxfp4 import GROUP as MX_GROUP
 from specgraph.kernels.packed.mxfp4 import MXFP4
+from specgraph.schemes.awq import Awq
 from specgraph.schemes.compressed_tensors import CompressedTensors
 from specgraph.schemes.fine_grained import FineGrained
 from specgraph.schemes.gpt_oss import GptOss
+from specgraph.schemes.gptq import Gptq
 from specgraph.schemes.layout import Layout
 
-LAYOUTS: dict[str, type[Layout]] = {kind.method: kind for kind in (CompressedTensors, FineGrained, GptOss)}
+LAYOUTS: dict[str, type[Layout]] = {kind.method: kind for kind in (CompressedTensors, FineGrained, GptOss, Awq, Gptq)}
 """Every layout by the ``quant_method`` of its tool."""
 
 

@@ -28,10 +28,11 @@ def load(
 
     If its ``config.json`` says that weights are quantised, it has to be in a layout that is known: that of
     compressed-tensors for numbers of four bits (``pack-quantized``, ``mxfp4-pack-quantized``), that of gpt-oss
-    (``mxfp4``), or that of DeepSeek's and Qwen's models in fp8 with blocks of 128 x 128. Models that
-    :func:`specgraph.quantise` made are in one of them. Weights are not dequantised, and no quantiser's package is
-    needed. Files may name tensors as transformers renames them while it loads, and hold a matrix for each expert where
-    the model has a stack. Another checkpoint is loaded by transformers.
+    (``mxfp4``), that of DeepSeek's and Qwen's models in fp8 with blocks of 128 x 128, or those of AWQ and GPTQ for four
+    bits, which are saved in that of compressed-tensors. Models that :func:`specgraph.quantise` made are in one of them.
+    Weights are not dequantised, and no quantiser's package is needed. Files may name tensors as transformers renames
+    them while it loads, and hold a matrix for each expert where the model has a stack. Another checkpoint is loaded by
+    transformers.
 
     Args:
         folder: with ``config.json`` and safetensors, in one file or several that an index names.
@@ -52,7 +53,8 @@ def load(
         return model.to(device) if device is not None else model
     layout, files, place = read_layout(stated), open_files(path), torch.device(device or "cpu")
     model = _empty_model(path, dtype)
-    names = Names(model, layout.form)
+    layout, files = layout.adapted(files, model.state_dict().keys())
+    names = Names(model, layout.form, layout.renamed)
     pieces = names.pieces(files.tensors)
     _pack(model, layout, pieces)
     parts, found = parts_of(model), by_tensor(model, files, pieces)
@@ -62,7 +64,7 @@ def load(
     make_buffers(model, place)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
-    model.config.quantization_config = stated
+    model.config.quantization_config = layout.kept(stated, model)
     save_as_published(model, names.used())
     return model.eval()
 

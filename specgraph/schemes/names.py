@@ -9,7 +9,7 @@ scales, and each of them is renamed, stacked and joined as the plain weight woul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +65,11 @@ class Names:
     Args:
         model: the model before its weights are packed.
         form: the format of the packed weights.
+        renamed: the parts of the format by the names that files give them, where these are others.
     """
 
-    def __init__(self, model: PreTrainedModel, form: Format) -> None:
-        self.form = form
+    def __init__(self, model: PreTrainedModel, form: Format, renamed: Mapping[str, str] | None = None) -> None:
+        self.form, self.renamed = form, renamed or {}
         self.known = model.state_dict()
         self.prefix = model.base_model_prefix
         self.transforms: list[Any] = get_model_conversion_mapping(model)
@@ -85,6 +86,7 @@ class Names:
 
     def _piece(self, name: str) -> Piece:
         stem, _, leaf = name.rpartition(".")
+        leaf = self.renamed.get(leaf, leaf)
         part = leaf if leaf in (*self.form.parts, *self.form.beside) else None
         plain = f"{stem}.weight" if part else name
         layer = plain.removesuffix(".weight")
@@ -135,5 +137,5 @@ def is_ragged(module: nn.Module, stack: str, count: int) -> bool:
     weight = [getattr(module, f"{stack}{part}", None) for part in form.stack_parts]
     if count == 1 or weight[0] is None or weight[1] is None:
         return False
-    block, _ = form.block(weight[0].shape[-1] * form.per_element, weight[1])
+    block = form.outputs_together(weight[0].shape[-1] * form.per_element, weight[1])
     return weight[0].shape[1] % (count * block) > 0

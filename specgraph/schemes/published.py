@@ -88,8 +88,9 @@ class _Unstack(ConversionOps):  # type: ignore[misc]  # transformers has no type
         """The tensors of every matrix, which are views, by their patterns with the number of the expert."""
         if self.ragged is not None:
             raise UnsupportedModelError(
-                f"{self.ragged} cannot be saved as matrices for each expert: some of them share a scale, since blocks "
-                f"of {self.form.name} do not end where a matrix ends; name it in ignore, or choose another scheme."
+                f"{self.ragged} cannot be saved as matrices for each expert: some of them share a {self.form.shared}, "
+                f"since blocks of {self.form.name} do not end where a matrix ends; name it in ignore, or choose "
+                "another scheme."
             )
         ((stacked,),) = input_dict.values()
         found = {}

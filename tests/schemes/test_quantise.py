@@ -16,7 +16,8 @@ import specgraph
 from specgraph.errors import InputError, SpecgraphError, UnsupportedModelError
 from specgraph.kernels.packed.formats import format_of
 from specgraph.kernels.packed.fp8 import FP8_BLOCKS
-from specgraph.kernels.packed.int4 import INT4
+from specgraph.kernels.packed.int4 import INT4, WHOLE_ROW
+from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import MXFP4
 from specgraph.schemes.compressed_tensors import CompressedTensors
 from specgraph.schemes.fine_grained import FineGrained
@@ -169,8 +170,8 @@ FP8: dict[str, Any] = FineGrained(FP8_BLOCKS).stated()
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({**STATED, "quant_method": "awq"}, "quant_method of quantization_config is 'awq'; allowed is 'compressed-ten"
-         "sors', 'fp8', 'mxfp4'"),
+        ({**STATED, "quant_method": "aqlm"}, "quant_method of quantization_config is 'aqlm'; allowed is 'compressed-ten"
+         "sors', 'fp8', 'mxfp4', 'awq', 'gptq'"),
         ({}, "quant_method of quantization_config is None"),
         ({**STATED, "format": "int-quantized"}, "format .* is 'int-quantized'; allowed is 'pack-quantized', 'mxfp4-"),
         ({**STATED, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme of quantization_config"),
@@ -182,8 +183,10 @@ FP8: dict[str, Any] = FineGrained(FP8_BLOCKS).stated()
         (_group(output_activations={"num_bits": 8}), "group_0.output_activations"),
         (_weights(num_bits=8), "group_0.weights.num_bits of quantization_config is 8; allowed is 4"),
         (_weights(type="float"), "group_0.weights.type .* 'float'; allowed is 'int'"),
-        (_weights(symmetric=False), "group_0.weights.symmetric .* False; allowed is True"),
-        (_weights(strategy="channel"), "group_0.weights.strategy .* 'channel'; allowed is 'group'"),
+        (_weights(symmetric=None), "group_0.weights.symmetric .* None; allowed is True"),
+        (_weights(strategy="tensor"), "group_0.weights.strategy .* 'tensor'; allowed is 'group'"),
+        (_weights(actorder="group"), "group_0.weights.actorder .* 'group'; allowed is None"),
+        (_weights(group_size=0), "group_0.weights.group_size .* 0"),
         (_weights(group_size=None), "group_0.weights.group_size .* None"),
         ({**STATED, "format": "mxfp4-pack-quantized"}, "group_0.format .* 'pack-quantized'; allowed is 'mxfp4-pack-q"),
         ({**CompressedTensors(MXFP4, 16).stated()}, "group_0.weights.group_size .* is 16; allowed is 32"),
@@ -202,7 +205,9 @@ def test_another_layout_is_refused(stated: dict[str, Any], message: str) -> None
 
 @pytest.mark.parametrize(
     "layout",
-    [CompressedTensors(INT4, 16, ("lm_head", "re:x")), CompressedTensors(MXFP4, 32, (), ("re:.*mlp",)),
+    [CompressedTensors(INT4, 16, ("lm_head", "re:x")), CompressedTensors(INT4, WHOLE_ROW),
+     CompressedTensors(INT4_ZEROS, 32), CompressedTensors(INT4_ZEROS, WHOLE_ROW), CompressedTensors(INT4_ACT_ORDER, 16),
+     CompressedTensors(MXFP4, 32, (), ("re:.*mlp",)),
      FineGrained(FP8_BLOCKS, None, ("lm_head", "model.layers.0")), GptOss(MXFP4)],
     ids=lambda layout: layout.method,
 )  # fmt: skip

@@ -11,7 +11,6 @@ from specgraph.kernels.packed.arranged import FP8_BLOCKS_ARRANGED, INT4_ARRANGED
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.formats import FORMATS
 
-NAMES = tuple(FORMATS)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {
     "int4": (5, 48),
@@ -21,6 +20,8 @@ SHAPES = {
     "fp8_blocks_arranged": (200, 256),
 }
 """Weights of three groups or of 2 x 2 blocks; the last ones of those are not full."""
+NAMES = tuple(name for name in FORMATS if name in SHAPES)
+"""The formats of two tensors."""
 
 
 def floating(code: int, exponent_bits: int, mantissa_bits: int) -> float:
