@@ -54,14 +54,14 @@ class Int4Zeros(Int4):
 
     def dequantise(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The weight ``[..., O, I]``. Differences are exact in every dtype, and their products with scales rounded."""
-        numbers, scale = self.numbers(weight[0], dtype), self.scales(weight[1], dtype)
-        zero_point = self.numbers(weight[2].mT, dtype).mT[..., : numbers.shape[-2], :]
-        zero_point, scale = (self.of_inputs(part, numbers.shape[-1], weight) for part in (zero_point, scale))
-        return (numbers - zero_point) * scale
+        numbers, scale, zero_point = self._values(weight, dtype)
+        groups = numbers.unflatten(-1, (scale.shape[-1], -1))
+        return ((groups - zero_point[..., None]) * scale[..., None]).flatten(-2)
 
-    def of_inputs(self, groups: Tensor, inputs: int, weight: Sequence[Tensor]) -> Tensor:
-        """What groups have, ``[..., O, I / G]``, for every input, ``[..., O, I]``."""
-        return groups.repeat_interleave(inputs // groups.shape[-1], -1)
+    def _values(self, weight: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers ``[..., O, I]``, and scales and zero points ``[..., O, I / G]``."""
+        numbers, scale = self.numbers(weight[0], dtype), self.scales(weight[1], dtype)
+        return numbers, scale, self.numbers(weight[2].mT, dtype).mT[..., : numbers.shape[-2], :]
 
     def few_rows_form(
         self, weight: Sequence[Tensor], dtype: torch.dtype
@@ -119,9 +119,11 @@ class Int4ActOrder(Int4Zeros):
         )
         return outputs, inputs
 
-    def of_inputs(self, groups: Tensor, inputs: int, weight: Sequence[Tensor]) -> Tensor:
-        """Those of the group of each input."""
-        return groups.index_select(-1, weight[3])
+    def dequantise(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The weight ``[O, I]``, with what the group of each input has."""
+        numbers, *of_groups = self._values(weight, dtype)
+        scale, zero_point = (part.index_select(-1, weight[3]) for part in of_groups)
+        return (numbers - zero_point) * scale
 
     def shapes(
         self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
