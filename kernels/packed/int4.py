@@ -30,9 +30,9 @@ class Int4(Format):
     """Symmetric integers of four bits in groups."""
 
     name = "int4"
-    parts = ("weight_packed", "weight_scale")
+    parts: tuple[str, ...] = ("weight_packed", "weight_scale")
     beside = ("weight_shape",)
-    stack_parts = ("_packed", "_scale")
+    stack_parts: tuple[str, ...] = ("_packed", "_scale")
     stored = torch.int32
     per_element = 8
     scale_dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

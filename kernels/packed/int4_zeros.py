@@ -28,9 +28,9 @@ class Int4Zeros(Int4):
     """Integers of four bits in groups of neighbouring inputs, with zero points."""
 
     name = "int4_zeros"
-    parts = ("weight_packed", "weight_scale", "weight_zero_point")
-    kinds = ("numbers", "scale", "zero point")
-    stack_parts = ("_packed", "_scale", "_zero_point")
+    parts: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_zero_point")
+    kinds: tuple[str, ...] = ("numbers", "scale", "zero point")
+    stack_parts: tuple[str, ...] = ("_packed", "_scale", "_zero_point")
     shared = "zero point"
     expanded = False
 
@@ -55,7 +55,7 @@ class Int4Zeros(Int4):
     def dequantise(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The weight ``[..., O, I]``. Differences are exact in every dtype, and their products with scales rounded."""
         numbers, scale, zero_point = self._values(weight, dtype)
-        groups = numbers.unflatten(-1, (scale.shape[-1], -1))
+        groups = torch.unflatten(numbers, -1, (scale.shape[-1], -1))
         return ((groups - zero_point[..., None]) * scale[..., None]).flatten(-2)
 
     def _values(self, weight: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

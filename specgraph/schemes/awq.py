@@ -5,7 +5,6 @@ The outputs stand in a word in the order 0, 2, 4, 6, 1, 3, 5, 7, the first in th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from specgraph.kernels.packed.format import join_nibbles, nibbles
 from specgraph.kernels.packed.int4_zeros import INT4_ZEROS
 from specgraph.schemes.layout import check_stated
 from specgraph.schemes.repacked import PER_WORD, Repacked, lower, read_common
+from specgraph.schemes.targets import named
 
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """The place of each of eight outputs in a word."""
@@ -51,13 +51,11 @@ class Awq(Repacked):
         return qweight[0], qweight[1] * PER_WORD
 
     def named_dense(self, name: str) -> bool:
-        """Whether an entry of ``ignore`` is the name of the layer or the beginning or the end of it, as transformers
-        reads it.
-        """
-        boundary = r"(?:(?<=\.)|(?=\.|$))"
-        return any(re.match(f"(?:{given}){boundary}", name) or name.endswith(given) for given in self.ignore)
+        """Whether an entry of ``ignore`` is the name of the layer or a part of it, as transformers reads it."""
+        return named(name, self.ignore)
 
 
 def _codes(words: Tensor) -> Tensor:
     """The integers of words in the order of their outputs, in bytes."""
-    return nibbles(words.contiguous().view(torch.uint8)).unflatten(-1, (-1, PER_WORD))[..., PLACES].flatten(-2)
+    codes = torch.unflatten(nibbles(words.contiguous().view(torch.uint8)), -1, (-1, PER_WORD))
+    return codes[..., PLACES].flatten(-2)

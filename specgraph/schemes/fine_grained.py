@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from torch import nn
 
 from specgraph.kernels.packed.fp8 import BLOCK, FP8_BLOCKS
 from specgraph.schemes.layout import Layout, check_stated
-from specgraph.schemes.targets import targeted
+from specgraph.schemes.targets import named, targeted
 
 
 @dataclass(frozen=True)
@@ -54,4 +53,4 @@ class FineGrained(Layout):
 
     def ignores(self, name: str, kind: type[nn.Module]) -> bool:
         """Whether an entry of ``ignore`` is the name or a part of it, as transformers reads it."""
-        return any(re.match(rf"(?:{given})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(given) for given in self.ignore)
+        return named(name, self.ignore)

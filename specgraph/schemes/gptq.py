@@ -1,8 +1,9 @@
 """The layout of GPTQ: integers of four bits with zero points, of which a word holds eight neighbouring inputs.
 
-Files of the version ``gptq`` hold zero points less one, modulo 16, and those of ``gptq_v2`` hold them as they are. A
-tensor ``g_idx`` has the group of each input. Where the quantiser sorted inputs by activations (``desc_act``), groups
-are not neighbours.
+Files of the version ``gptq_v2`` hold zero points as they are, and those of ``gptq`` hold them less one. Tools take
+0x11111111 off each word of eight zero points, with a borrow from the next one if a zero point is 0, and add it again in
+the same way. A tensor ``g_idx`` has the group of each input. Where the quantiser sorted inputs by activations
+(``desc_act``), groups are not neighbours.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 from torch import Tensor
 
 from specgraph.errors import UnsupportedModelError
-from specgraph.kernels.packed.format import join_nibbles, nibbles
+from specgraph.kernels.packed.format import nibbles
 from specgraph.kernels.packed.int4 import INT4, OFFSET, group_of
 from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.schemes.layout import check_stated
 from specgraph.schemes.repacked import PER_WORD, Layer, Repacked, lower, read_common
 
-VERSIONS = {"gptq": 1, "gptq_v2": 0}
-"""What is taken off a zero point before it is stored."""
+VERSIONS = {"gptq": 0x11111111, "gptq_v2": 0}
+"""What is taken off a word of zero points before it is stored."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ class Gptq(Repacked):
 
     def zero_points_of(self, qzeros: Tensor) -> Tensor:
         """Of ``[I / G, O / 8]``."""
-        codes = nibbles(qzeros.contiguous().view(torch.uint8)) + VERSIONS[self.version] & 15
-        return join_nibbles(codes, torch.uint8).view(torch.int32).t().contiguous()
+        return (qzeros + VERSIONS[self.version]).t().contiguous()
 
     def features_of(self, qweight: tuple[int, ...]) -> tuple[int, int]:
         """Of ``[I / 8, O]``."""

@@ -34,8 +34,8 @@ def quantise(
             four bits with a power of two for each 32 inputs; of gpt-oss only the experts, as its checkpoints have them.
             ``fp8``: floating-point numbers of eight bits with a scale for each block of 128 x 128, with which
             activations are quantised, too.
-        group_size: how many inputs have one scale in ``int4``: a multiple of 8 that divides the inputs of every layer;
-            128 by default.
+        group_size: how many inputs have one scale in ``int4``: a multiple of 8 that divides the inputs of every layer,
+            or -1 for all inputs of each; 128 by default.
         ignore: layers that are left as they are: their names or, but for ``fp8``, expressions behind ``re:``, which the
             beginning of a name has to match. A mixture of experts is left out by its name, or by those that files give
             all of its matrices.

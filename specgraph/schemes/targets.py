@@ -22,6 +22,13 @@ def matches(name: str, kind: type[nn.Module], patterns: Iterable[str]) -> bool:
     )  # fmt: skip
 
 
+def named(name: str, given: Iterable[str]) -> bool:
+    """Whether an entry is the name of a module or of one that holds it, an expression for such a name, or the end of
+    one, as transformers reads ``modules_to_not_convert``.
+    """
+    return any(re.match(rf"(?:{each})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(each) for each in given)
+
+
 def targeted(
     model: nn.Module, targets: Iterable[str], ignore: Iterable[str], layers: Mapping[str, Sequence[str]]
 ) -> dict[str, nn.Linear]:

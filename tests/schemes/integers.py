@@ -52,9 +52,9 @@ def matrix(stated: Mapping[str, Any], layer: Mapping[str, Tensor]) -> Tensor:
         ]  # fmt: skip
         return torch.tensor(entries, dtype=torch.float64)
     inputs, outputs, groups = 8 * len(words), len(words[0]), layer["g_idx"].tolist()
-    less = 1 if stated["checkpoint_format"] == "gptq" else 0
+    less = 0x11111111 if stated["checkpoint_format"] == "gptq" else 0
     entries = [
-        [(_bits(words[i // 8][o], i % 8) - (_bits(zeros[groups[i]][o // 8], o % 8) + less) % 16) * scales[groups[i]][o]
+        [(_bits(words[i // 8][o], i % 8) - _bits(zeros[groups[i]][o // 8] + less, o % 8)) * scales[groups[i]][o]
          for i in range(inputs)] for o in range(outputs)
     ]  # fmt: skip
     return torch.tensor(entries, dtype=torch.float64)

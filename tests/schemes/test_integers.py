@@ -19,6 +19,7 @@ from transformers import AwqConfig, GPTQConfig, PreTrainedModel
 import specgraph
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.linear import SCHEMES, linears
+from specgraph.kernels.packed.format import join_nibbles, nibbles
 from specgraph.kernels.packed.formats import format_of
 from specgraph.kernels.packed.int4 import INT4
 from specgraph.kernels.packed.int4_zeros import INT4_ZEROS, Int4Zeros
@@ -139,6 +140,10 @@ def _after(kind: type, name: str, change: Callable[[Tensor], Tensor]) -> Callabl
     return lambda self, given: change(before(self, given))
 
 
+def _without_carry(_: Any, qzeros: Tensor) -> Tensor:
+    return join_nibbles(nibbles(qzeros) + 1 & 15, torch.int32).t().contiguous()
+
+
 def _without_zero_point(_: Any, weight: list[Tensor], dtype: torch.dtype) -> Tensor:
     return INT4.dequantise(weight[:2], dtype)
 
@@ -149,7 +154,8 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "zero point of AWQ forgotten": ("awq", Int4Zeros, "dequantise", _without_zero_point),
     "zero point of GPTQ forgotten": ("gptq", Int4Zeros, "dequantise", _without_zero_point),
     "minus one forgotten": ("gptq", gptq, "VERSIONS", {"gptq": 0, "gptq_v2": 0}),
-    "minus one in the second version": ("gptq_v2", gptq, "VERSIONS", {"gptq": 1, "gptq_v2": 1}),
+    "minus one in the second version": ("gptq_v2", gptq, "VERSIONS", dict.fromkeys(gptq.VERSIONS, 0x11111111)),
+    "no carry of zero points": ("gptq", Gptq, "zero_points_of", _without_carry),
     "act-order ignored": ("act-order", Gptq, "_is_ordered", lambda *_: True),
     "nibbles of AWQ swapped": ("awq", Awq, "numbers_of", _after(Awq, "numbers_of", _swapped)),
     "nibbles of GPTQ swapped": ("gptq", Gptq, "numbers_of", _after(Gptq, "numbers_of", _swapped)),

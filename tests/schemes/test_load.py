@@ -157,6 +157,17 @@ def test_compressed_tensors_makes_the_same_weights_of_the_files(scheme: str, rea
         assert torch.equal(theirs, loaded[name].dequantised(torch.bfloat16))
 
 
+def test_a_group_may_be_a_whole_row(tmp_path: Path) -> None:
+    model = specgraph.quantise(make_model("llama"), group_size=-1)
+    tensors = load_file(saved(model, tmp_path) / "model.safetensors")
+    group = QuantizationConfig.model_validate(model.config.quantization_config).config_groups["group_0"]
+    assert_equal_models(specgraph.load(tmp_path), model)
+    for name, layer in packed_layers(model).items():
+        assert layer.weight_parts[1].shape == (layer.out_features, 1)
+        theirs = PackedQuantizationCompressor.decompress({p: tensors[f"{name}.{p}"] for p in KINDS["int4"]}, group)
+        assert torch.equal(theirs["weight"], layer.dequantised(torch.float32))
+
+
 @torch.no_grad()
 def by_transformers(folder: Path, prompt: Tensor) -> Tensor:
     """Logits in float32. Its first pass makes weights, in bfloat16 of mxfp4 for every model, which may not fit it."""

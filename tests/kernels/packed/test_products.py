@@ -89,7 +89,9 @@ def test_every_number_is_at_its_place(name: str, dtype: torch.dtype) -> None:
     words = torch.randint(-(2**31), 2**31, (64, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     codes = torch.arange(256, dtype=torch.uint8).repeat(16).reshape(64, 64)
     if name.startswith("int4"):
-        weight = [words, normal(64, 4 if name == "int4" else 1)]
+        groups = torch.arange(128, dtype=torch.int32) * 7 % 4
+        scale = normal(64, 1 if name == "int4_arranged" else 4)
+        weight = [words, scale, words[8:16, :4].contiguous(), groups][: len(FORMATS[name].parts)]
     elif name == "mxfp4":
         exponents = torch.arange(256) % 252 if dtype == torch.float32 else torch.arange(256) % 12 + 115
         weight = [words, exponents.to(torch.uint8).reshape(64, 4)]
