@@ -208,7 +208,7 @@ def main() -> None:
     """Check and time."""
     begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", default=[name for name, form in FORMATS.items() if form.expanded])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS))
     parser.add_argument("--experts", nargs="*", default=list(EXPERT_PRODUCTS))
