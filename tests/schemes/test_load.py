@@ -21,7 +21,7 @@ import specgraph
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.kernels.packed.formats import format_of
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
-from tests.kernels.packed.definition import EVERY_FAULT, FAULTS
+from tests.kernels.packed.definition import PUBLISHED_FAULTS, FAULTS
 from tests.models import make_model, ragged_prompts, saved
 from tests.schemes.files import Change, assert_equal_models, bytes_of, changed, drop, put, state, watched_reads
 from tests.schemes.models import SCHEMES, oracle, packed_layers, sizes
@@ -227,7 +227,7 @@ def _faulty(name: str, fault: str, numbers: str, scale: str) -> Change:
     return change
 
 
-@pytest.mark.parametrize(("name", "fault"), EVERY_FAULT)
+@pytest.mark.parametrize(("name", "fault"), PUBLISHED_FAULTS)
 def test_another_package_sees_a_wrong_layout(name: str, fault: str, tmp_path: Path) -> None:
     """Of int4 and mxfp4 by logits, and of fp8 and of the stacks of gpt-oss by weights."""
     first, second = format_of(name).parts

@@ -22,7 +22,7 @@ from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import first
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy, in_a_stream_and_a_session
 from tests.ir.test_linear import misses, up_to_end
-from tests.kernels.packed.definition import EVERY_FAULT, FAULTS
+from tests.kernels.packed.definition import PUBLISHED_FAULTS, FAULTS
 from tests.models import make_head, make_model, ragged_prompts
 from tests.once import once
 from tests.pairwise import cover, product
@@ -156,7 +156,7 @@ def compiled_once(name: str) -> tuple[PreTrainedModel, Any]:
     return model, decoder(model)
 
 
-@pytest.mark.parametrize(("name", "fault"), EVERY_FAULT)
+@pytest.mark.parametrize(("name", "fault"), PUBLISHED_FAULTS)
 def test_a_layer_that_reads_its_tensors_wrongly_gives_other_tokens(name: str, fault: str) -> None:
     """The comparison of tokens finds a fault in a single layer. Each layer has several groups or blocks."""
     model, made = compiled_once(name)

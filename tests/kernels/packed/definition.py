@@ -156,3 +156,5 @@ FAULTS["fp8_blocks_arranged"] = {
     **FAULTS["fp8_blocks"], "published order": lambda numbers, scale: (FP8_BLOCKS_ARRANGED.restore(numbers), scale),
 }  # fmt: skip
 EVERY_FAULT = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
+PUBLISHED_FAULTS = [(name, fault) for name, fault in EVERY_FAULT if not name.endswith("_arranged")]
+"""Those of formats that files have."""
