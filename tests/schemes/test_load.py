@@ -21,7 +21,7 @@ import specgraph
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.kernels.packed.formats import format_of
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
-from tests.kernels.packed.definition import PUBLISHED_FAULTS, FAULTS
+from tests.kernels.packed.definition import FAULTS, PUBLISHED_FAULTS
 from tests.models import make_model, ragged_prompts, saved
 from tests.schemes.files import Change, assert_equal_models, bytes_of, changed, drop, put, state, watched_reads
 from tests.schemes.models import SCHEMES, oracle, packed_layers, sizes

@@ -22,7 +22,7 @@ from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import first
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy, in_a_stream_and_a_session
 from tests.ir.test_linear import misses, up_to_end
-from tests.kernels.packed.definition import PUBLISHED_FAULTS, FAULTS
+from tests.kernels.packed.definition import FAULTS, PUBLISHED_FAULTS
 from tests.models import make_head, make_model, ragged_prompts
 from tests.once import once
 from tests.pairwise import cover, product
