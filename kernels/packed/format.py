@@ -37,6 +37,8 @@ class Format:
             stacked.
         expanded: whether the kernels multiply numbers as they are stored. For other formats they take the whole weight
             in float32.
+        named: whether a module is of this format only if its attribute ``format`` says so, since others have the same
+            tensors.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Format:
     shared: str = "scale"
     own_order: bool = False
     expanded: bool = True
+    named: bool = False
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """The numbers ``[..., O, I]`` that are stored as ``[..., O, I / per_element]``, in a floating ``dtype``."""

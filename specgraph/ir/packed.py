@@ -46,6 +46,8 @@ class Packed(Scheme):
 
         Modules of other packages are recognised, too, since only what they hold is looked at.
         """
+        if not self._may_be(module):
+            return None
         held = _held(module)
         weight = [held.pop(name, None) for name in self.form.parts]
         if not held.keys() <= {"bias", *self.form.beside}:
@@ -54,11 +56,17 @@ class Packed(Scheme):
 
     def stacks_of(self, module: nn.Module) -> dict[str, tuple[Tensor, ...]]:
         """The stacks that a mixture of experts holds in this format."""
+        if not self._may_be(module):
+            return {}
         held = _held(module)
         found = {
             name: self._fitting([held.get(f"{name}{part}") for part in self.form.stack_parts], 3) for name in STACKS
         }
         return {name: weight for name, weight in found.items() if weight is not None}
+
+    def _may_be(self, module: nn.Module) -> bool:
+        """Whether the module says that it is of this format where its tensors do not tell."""
+        return not self.form.named or getattr(module, "format", None) == self.form.name
 
     def _fitting(self, weight: Sequence[Tensor | None], dims: int) -> tuple[Tensor, ...] | None:
         """The tensors if all are there and belong together."""

@@ -1,4 +1,4 @@
-"""The layouts of the package compressed-tensors: weights of four bits in groups."""
+"""The layouts of the package compressed-tensors: weights of four bits in groups, and of eight bits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 from torch import nn
 
 from specgraph.errors import UnsupportedModelError
+from specgraph.kernels.packed.eights import EightBits
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.int4 import INT4, WHOLE_ROW
 from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import GROUP, MXFP4
+from specgraph.schemes.eight_bits import EIGHTS, read_eights, state_eights
 from specgraph.schemes.layout import Layout, check_stated
 from specgraph.schemes.targets import matches, targeted
 
@@ -47,15 +49,20 @@ class CompressedTensors(Layout):
 
     @classmethod
     def read(cls, stated: Mapping[str, Any]) -> CompressedTensors:
-        """The layout that a ``quantization_config`` states: one group of one of :data:`FORMATS`."""
+        """The layout that a ``quantization_config`` states: one group of one of :data:`FORMATS` or of eight bits."""
         name = stated.get("format")
-        if name not in FORMATS:
-            allowed = ", ".join(map(repr, FORMATS))
+        if name not in (*FORMATS, *EIGHTS):
+            allowed = ", ".join(map(repr, (*FORMATS, *EIGHTS)))
             raise UnsupportedModelError(f"format of quantization_config is {name!r}; allowed is {allowed}.")
-        form, wanted = FORMATS[name]
         check_stated("kv_cache_scheme", stated.get("kv_cache_scheme"), None)
         label, group = _only_group(stated.get("config_groups"))
         check_stated(f"{label}.format", group.get("format") or name, name)
+        patterns = tuple(stated.get("ignore") or ()), tuple(group.get("targets") or ())
+        if name in EIGHTS:
+            check_stated(f"{label}.output_activations", group.get("output_activations"), None)
+            eights, per_tensor = read_eights(name, label, group)
+            return cls(eights, None, *patterns, per_tensor=per_tensor)
+        form, wanted = FORMATS[name]
         for key in _NONE:
             check_stated(f"{label}.{key}", group.get(key), None)
         weights = group["weights"]
@@ -68,22 +75,31 @@ class CompressedTensors(Layout):
             raise UnsupportedModelError(
                 f"{label}.weights.group_size of quantization_config is {size!r}; it must be 1 or more."
             )
-        return cls(form, size, tuple(stated.get("ignore") or ()), tuple(group.get("targets") or ()))
+        return cls(form, size, *patterns)
 
     def stated(self) -> dict[str, Any]:
         """One group of linear layers."""
-        of_integers = {form: _stated_of(*of, self.group_size) for of, form in INTEGERS.items()}
-        listed = INT4 if self.form in of_integers else self.form
-        name, (_, weights) = next((name, known) for name, known in FORMATS.items() if known[0] is listed)
-        own = of_integers.get(self.form, {"group_size": self.group_size})
-        group = {
-            "targets": [*self.targets], "weights": {**weights, **own, "dynamic": False},
-            **dict.fromkeys(_NONE), "format": name,
-        }  # fmt: skip
+        if isinstance(self.form, EightBits):
+            name, parts = state_eights(self.form)
+        else:
+            name, weights = self._stated_weights()
+            parts = {"weights": weights, **dict.fromkeys(_NONE)}
+        group = {"targets": [*self.targets], **parts, "format": name}
         return {
             "quant_method": self.method, "format": name, "quantization_status": "compressed", "kv_cache_scheme": None,
             "config_groups": {"group_0": group}, "ignore": [*self.ignore],
         }  # fmt: skip
+
+    def _stated_weights(self) -> tuple[str, dict[str, Any]]:
+        """What ``format`` says, and what is stated about weights of four bits."""
+        of_integers = {form: _stated_of(*of, self.group_size) for of, form in INTEGERS.items()}
+        listed = INT4 if self.form in of_integers else self.form
+        name, (_, weights) = next((name, known) for name, known in FORMATS.items() if known[0] is listed)
+        return name, {**weights, **of_integers.get(self.form, {"group_size": self.group_size}), "dynamic": False}
+
+    def kept(self, stated: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+        """One scale of a matrix has become one for each output, and files that are saved have these."""
+        return self.stated() if self.per_tensor else stated
 
     def linears(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Linear]:
         """Those that ``targets`` matches and ``ignore`` does not."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn
@@ -28,6 +28,7 @@ class Layout(ABC):
         form: the format.
         group_size: how many inputs have one scale; None if the format says it.
         ignore: names or patterns of modules that stay as they are.
+        per_tensor: whether the files that are read have one scale for each matrix.
     """
 
     method: ClassVar[str]
@@ -36,6 +37,7 @@ class Layout(ABC):
     form: Format
     group_size: int | None = None
     ignore: tuple[str, ...] = ()
+    per_tensor: bool = field(default=False, kw_only=True)
 
     @classmethod
     @abstractmethod

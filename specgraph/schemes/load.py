@@ -27,12 +27,13 @@ def load(
     """A causal LM from the folder of a checkpoint, in evaluation mode, with packed weights if it has such.
 
     If its ``config.json`` says that weights are quantised, it has to be in a layout that is known: that of
-    compressed-tensors for numbers of four bits (``pack-quantized``, ``mxfp4-pack-quantized``), that of gpt-oss
-    (``mxfp4``), that of DeepSeek's and Qwen's models in fp8 with blocks of 128 x 128, or those of AWQ and GPTQ for four
-    bits, which are saved in that of compressed-tensors. Models that :func:`specgraph.quantise` made are in one of them.
-    Weights are not dequantised, and no quantiser's package is needed. Files may name tensors as transformers renames
-    them while it loads, and hold a matrix for each expert where the model has a stack. Another checkpoint is loaded by
-    transformers.
+    compressed-tensors for numbers of four bits (``pack-quantized``, ``mxfp4-pack-quantized``) or for e4m3 and integers
+    of eight bits with a scale for each output or matrix (``float-quantized``, ``int-quantized``, ``naive-quantized``;
+    activations are quantised by row or not at all), that of gpt-oss (``mxfp4``), that of DeepSeek's and Qwen's models
+    in fp8 with blocks of 128 x 128, or those of AWQ and GPTQ for four bits, which are saved in that of
+    compressed-tensors. Models that :func:`specgraph.quantise` made are in one of them. Weights are not dequantised, and
+    no quantiser's package is needed. Files may name tensors as transformers renames them while it loads, and hold a
+    matrix for each expert where the model has a stack. Another checkpoint is loaded by transformers.
 
     Args:
         folder: with ``config.json`` and safetensors, in one file or several that an index names.
@@ -57,7 +58,7 @@ def load(
     names = Names(model, layout.form, layout.renamed)
     pieces = names.pieces(files.tensors)
     _pack(model, layout, pieces)
-    parts, found = parts_of(model), by_tensor(model, files, pieces)
+    parts, found = parts_of(model, layout.per_tensor), by_tensor(model, files, pieces)
     aliases = check_names(model, files, parts, found)
     _fill(model, files, aliases, parts, found, place)
     model.tie_weights(missing_keys=set(aliases), recompute_mapping=False)
@@ -156,7 +157,7 @@ def _read(piece: Piece, stored: StoredTensor, part: Part | None, owner: nn.Modul
     value = stored.read()
     if part is not None:
         check_values(piece, value, part, owner, stored.file)
-    slot.copy_(value.view(slot.shape))
+    slot.copy_(value if part is not None and part.single else value.view(slot.shape))
 
 
 def _patterns_of_float32(model: PreTrainedModel) -> list[re.Pattern[str]]:

@@ -173,7 +173,7 @@ FP8: dict[str, Any] = FineGrained(FP8_BLOCKS).stated()
         ({**STATED, "quant_method": "aqlm"}, "quant_method of quantization_config is 'aqlm'; allowed is 'compressed-ten"
          "sors', 'fp8', 'mxfp4', 'awq', 'gptq'"),
         ({}, "quant_method of quantization_config is None"),
-        ({**STATED, "format": "int-quantized"}, "format .* is 'int-quantized'; allowed is 'pack-quantized', 'mxfp4-"),
+        ({**STATED, "format": "marlin-24"}, "format .* is 'marlin-24'; allowed is 'pack-quantized', 'mxfp4-"),
         ({**STATED, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme of quantization_config"),
         ({**STATED, "config_groups": {}}, "has 0 config_groups"),
         ({**STATED, "config_groups": None}, "has no config_groups"),

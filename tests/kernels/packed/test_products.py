@@ -18,6 +18,7 @@ from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
 from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PACKED_LINEAR_NORM
 from specgraph.kernels.packed.operands import packed_operands, quantised_rows
+from tests.kernels.packed.definition import NAMES
 from tests.kernels.rounding import assert_within
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -82,7 +83,7 @@ def test_products_are_those_of_float64(name: str, outputs: int, inputs: int, gro
     assert_within(found, reference(x.double(), weight, format=name), lost(name, x, weight))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 @dtypes
 def test_every_number_is_at_its_place(name: str, dtype: torch.dtype) -> None:
     """The product with an identity is the weight; a weight with all numbers that there are."""
@@ -108,7 +109,7 @@ def test_every_number_is_at_its_place(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(found, expected.to(dtype))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_surrounds_a_product(name: str, dtype: torch.dtype) -> None:
     """Bias and residual, a gated activation, and the parts of the norms before and after."""

@@ -1,0 +1,72 @@
+"""What compressed-tensors states about weights of eight bits with a scale for each output or each matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specgraph.errors import UnsupportedModelError
+from specgraph.kernels.packed.eights import FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN, EightBits
+from specgraph.schemes.layout import check_stated
+
+EIGHTS: dict[str, tuple[str, ...]] = {
+    "float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int"),
+}  # fmt: skip
+"""What ``format`` says, and which types of numbers weights then may have."""
+_FORMS = {
+    ("float", False): FP8_CHANNEL, ("float", True): FP8_TOKEN, ("int", False): INT8_CHANNEL, ("int", True): INT8_TOKEN,
+}  # fmt: skip
+"""The formats by the type of their numbers and by whether activations are quantised."""
+
+
+def read_eights(name: str, label: str, group: Mapping[str, Any]) -> tuple[EightBits, bool]:
+    """The format that a config group states, and whether files have one scale for each matrix.
+
+    Raises:
+        UnsupportedModelError: weights or activations are quantised in another way.
+    """
+    weights, rows = group["weights"], group.get("input_activations")
+    kind = weights.get("type")
+    _check_one_of(f"{label}.weights.type", kind, EIGHTS[name])
+    _check_symmetric(f"{label}.weights", weights)
+    _check_one_of(f"{label}.weights.strategy", weights.get("strategy"), ("channel", "tensor"))
+    if rows is not None:
+        _check_rows(f"{label}.input_activations", rows, kind)
+    return _FORMS[kind, rows is not None], weights["strategy"] == "tensor"
+
+
+def _check_rows(label: str, rows: object, kind: str) -> None:
+    if not isinstance(rows, Mapping):
+        raise UnsupportedModelError(f"{label} of quantization_config is {rows!r}; it must be an object or null.")
+    if rows.get("dynamic") is True and rows.get("strategy") == "tensor":
+        raise UnsupportedModelError(
+            f"{label}.strategy of quantization_config is 'tensor' with dynamic scales: the scale of a row would depend "
+            "on the other rows of its batch, so tokens would, too; allowed is 'token'."
+        )
+    check_stated(f"{label}.dynamic", rows.get("dynamic"), True)
+    check_stated(f"{label}.strategy", rows.get("strategy"), "token")
+    check_stated(f"{label}.type", rows.get("type"), kind)
+    _check_symmetric(label, rows)
+
+
+def _check_symmetric(label: str, stated: Mapping[str, Any]) -> None:
+    check_stated(f"{label}.num_bits", stated.get("num_bits"), 8)
+    check_stated(f"{label}.symmetric", stated.get("symmetric", True), True)
+
+
+def _check_one_of(name: str, found: object, allowed: tuple[str, ...]) -> None:
+    if found not in allowed:
+        raise UnsupportedModelError(
+            f"{name} of quantization_config is {found!r}; allowed is {', '.join(map(repr, allowed))}."
+        )
+
+
+def state_eights(form: EightBits) -> tuple[str, dict[str, Any]]:
+    """The ``format`` of a ``quantization_config``, and what its config group says about weights and activations."""
+    kind, quantised = next(key for key, known in _FORMS.items() if known is form)
+    shared = {"num_bits": 8, "type": kind, "symmetric": True}
+    rows = {**shared, "strategy": "token", "dynamic": True} if quantised else None
+    return f"{kind}-quantized" if quantised else "naive-quantized", {
+        "weights": {**shared, "strategy": "channel", "dynamic": False}, "input_activations": rows,
+        "output_activations": None,
+    }  # fmt: skip

@@ -1,0 +1,214 @@
+"""Weights of eight bits with a scale for each output or matrix: their meaning, their files, and tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.naive_quantized import NaiveQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+import specgraph
+from specgraph.errors import UnsupportedModelError
+from specgraph.kernels.packed.eights import FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN, EightBits
+from specgraph.schemes.compressed_tensors import CompressedTensors
+from specgraph.schemes.layers import PackedLinear, quantise_experts
+from specgraph.schemes.layouts import read_layout
+from specgraph.schemes.published import published_layers, save_as_published
+from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
+from tests.kernels.packed.definition import floating, normal
+from tests.models import make_model, ragged_prompts, saved
+from tests.schemes.files import assert_equal_models, changed, drop, put
+from tests.schemes.models import packed_experts, packed_layers
+
+FORMS = (FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN)
+every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+PROJECTION = "model.layers.1.mlp.down_proj"
+SCALE = f"{PROJECTION}.weight_scale"
+
+
+@torch.no_grad()
+def packed(form: EightBits, architecture: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    model = make_model(architecture, seed=3, dtype=dtype)
+    layout, names = CompressedTensors(form), published_layers(model)
+    experts = layout.experts(model, names)
+    for name, layer in layout.linears(model, names).items():
+        model.set_submodule(name, PackedLinear.quantised(layer, form))
+    for module in experts.values():
+        quantise_experts(module, form)
+    save_as_published(model)
+    model.config.quantization_config = layout.stated()
+    return model
+
+
+def values(form: EightBits, numbers: Tensor) -> Tensor:
+    """What stored bytes mean, by a table of all 256 codes."""
+    fp8 = [floating(code, 4, 3) for code in range(256)]
+    table = fp8 if form.stored.is_floating_point else [code - 256 * (code > 127) for code in range(256)]
+    return torch.tensor(table, dtype=torch.float64)[numbers.cpu().view(torch.uint8).long()]
+
+
+def rounded(form: EightBits, x: Tensor) -> Tensor:
+    """Rows as the scheme quantises them, by a search over all numbers, one entry at a time."""
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    choices = values(form, codes)
+    choices = choices[choices.abs() <= (448 if form.stored.is_floating_point else 128)].unique()
+    half = 448 if form.stored.is_floating_point else 127.5
+    scale = (x.abs().amax(-1, keepdim=True) / half).float().to(x.dtype)
+    scale = scale.where(scale > 0, 1)
+    nearest = (x[..., None] / scale[..., None] - choices.to(x.dtype)).abs().argmin(-1)
+    return choices.to(x.dtype)[nearest] * scale
+
+
+class Rounded(nn.Linear):
+    form: EightBits
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(rounded(self.form, x), self.weight)
+
+
+def dense(model: PreTrainedModel, form: EightBits, architecture: str = "llama") -> PreTrainedModel:
+    """The same model with the weights that bytes and scales mean, and rows rounded by the definition."""
+    made: Any = make_model(architecture, seed=3, dtype=torch.float64)
+    for name, layer in packed_layers(model).items():
+        plain = (Rounded if form.quantises_rows else nn.Linear)(layer.in_features, layer.out_features, bias=False)
+        plain.form = form  # type: ignore[assignment]
+        plain.weight.data = values(form, layer.weight.data) * layer.weight_scale.data.double()  # type: ignore[operator]
+        made.set_submodule(name, plain)
+    for name, experts in packed_experts(model).items():
+        for stack in ("gate_up_proj", "down_proj"):
+            scale = experts.get_parameter(f"{stack}_scale").double()
+            made.get_submodule(name).get_parameter(stack).data = values(form, experts.get_parameter(stack)) * scale
+    return made  # type: ignore[no-any-return]
+
+
+@every_form
+def test_weights_are_those_of_compressed_tensors(form: EightBits) -> None:
+    """Bit for bit: scales, numbers, and what its reader makes of them."""
+    kind = "float" if form.stored.is_floating_point else "int"
+    args = QuantizationArgs(num_bits=8, type=kind, symmetric=True, strategy="channel")
+    scheme, weight = QuantizationScheme(targets=["Linear"], weights=args), normal(7, 40, dtype=torch.float32).cpu()
+    weight[2] = 0
+    scale, _ = calculate_qparams(weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True), args)
+    theirs = NaiveQuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    numbers, found = form.quantise(weight)
+    assert torch.equal(found, theirs["weight_scale"]) and torch.equal(
+        numbers.view(torch.uint8), theirs["weight"].view(torch.uint8)
+    )
+    back = NaiveQuantizationCompressor.decompress(dict(theirs), scheme)["weight"]
+    assert torch.equal(back, form.dequantise([numbers, found], torch.float32))
+    assert torch.equal(form.dequantise([numbers, found], torch.float64), values(form, numbers) * found.double())
+    faulty = form.dequantise([numbers, found.roll(1, 0)], torch.float64)
+    assert not torch.equal(faulty, values(form, numbers) * found.double())
+
+
+@every_form
+def test_a_row_is_rounded_as_if_it_were_alone(form: EightBits) -> None:
+    x = normal(5, 33) * torch.tensor([1.0, 1e-3, 50.0, 0.0, 3.0], dtype=torch.float64, device="cpu")[:, None]
+    found = form.quantise_rows(x)
+    assert torch.equal(found, torch.cat([form.quantise_rows(row[None]) for row in x]))
+    if form.quantises_rows:
+        torch.testing.assert_close(found, rounded(form, x), rtol=1e-15, atol=0)
+    else:
+        assert found is x
+
+
+@every_form
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_a_saved_model_is_loaded(form: EightBits, architecture: str, tmp_path: Path) -> None:
+    model = packed(form, architecture)
+    found = specgraph.load(saved(model, tmp_path))
+    assert_equal_models(found, model)
+    assert {layer.format for layer in packed_layers(found).values()} == {form.name}
+    QuantizationConfig.model_validate(found.config.quantization_config)
+
+
+@every_form
+@pytest.mark.parametrize(("architecture", "draft"), [("llama", "ngram"), ("qwen3_moe", "ngram")])
+def test_tokens_are_those_of_the_dequantised_model(form: EightBits, architecture: str, draft: str) -> None:
+    model, prompts = packed(form, architecture, torch.float64), ragged_prompts()
+    # The rows of experts are rounded by the packed model's own forward alone.
+    alone = architecture == "qwen3_moe" and form.quantises_rows
+    expected = model if alone else dense(model, form, architecture)
+    tokens_of = forward_greedy(expected, prompts, 8)
+    config = {**CONFIG, "draft": {"kind": draft, "num_speculative_tokens": 3}}
+    tokens = specgraph.compile_speculative(model, config).generate(prompts, max_new_tokens=8, eos_token_id=[])
+    assert_same_tokens(expected, prompts, tokens.new_tokens, tokens_of)
+
+
+def one_scale(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Files with one scale for each matrix, another one for each."""
+    for place, name in enumerate(sorted(name for name in tensors if name.endswith("weight_scale"))):
+        tensors[name] = torch.tensor([0.01 + place / 1000])
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_one_scale_of_a_matrix_is_that_of_all_its_outputs(architecture: str, tmp_path: Path) -> None:
+    folder = changed(packed(FP8_TOKEN, architecture), tmp_path / "first", one_scale)
+    stored, found = load_file(folder / "model.safetensors"), specgraph.load(folder)
+    for name, layer in packed_layers(found).items():
+        expected = values(FP8_TOKEN, stored[f"{name}.weight"]) * stored[f"{name}.weight_scale"].double()
+        assert torch.equal(layer.dequantised(torch.float64), expected)
+    for name, experts in packed_experts(found).items():
+        scales = [stored[f"{name}.1.{part}_proj.weight_scale"] for part in ("gate", "up")]
+        rows = experts.gate_up_proj_scale.shape[1] // 2
+        assert torch.equal(experts.gate_up_proj_scale[1], torch.cat([x.expand(rows) for x in scales])[:, None])
+    again = specgraph.load(saved(found, tmp_path / "second"))
+    assert_equal_models(again, found)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (None, rf"no tensor {SCALE}"),
+        (torch.zeros(32, 1), rf"{SCALE} of .* is 0\.0 at \[0, 0\]; scales must be"),
+        (torch.full((32, 1), torch.nan), r"is nan at \[0, 0\]"),
+        (torch.ones(1), r"the shape \[1\], and config.json needs \[32, 1\]"),
+        (torch.ones(32, 2), r"the shape \[32, 2\], and config.json needs \[32, 1\]"),
+    ],
+)
+def test_damaged_scales_are_refused(tensor: Tensor | None, message: str, tmp_path: Path) -> None:
+    change = drop(SCALE) if tensor is None else put(SCALE, tensor)
+    with pytest.raises(UnsupportedModelError, match=message):
+        specgraph.load(changed(packed(INT8_CHANNEL), tmp_path, change))
+
+
+def test_a_scale_for_each_output_is_refused_where_one_is_stated(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        one_scale(tensors, config)
+        tensors[SCALE] = torch.ones(32, 1)
+
+    with pytest.raises(UnsupportedModelError, match=r"the shape \[32, 1\], and config.json needs \[1\]"):
+        specgraph.load(changed(packed(FP8_CHANNEL), tmp_path, change))
+
+
+@every_form
+def test_what_is_stated_is_read_as_the_same(form: EightBits) -> None:
+    assert read_layout(CompressedTensors(form, None, ("lm_head",)).stated()) == CompressedTensors(form)
+
+
+@pytest.mark.parametrize(
+    ("part", "stated", "message"),
+    [
+        ("input_activations", {"strategy": "tensor"}, "the scale of a row would depend on the other rows"),
+        ("input_activations", {"strategy": "tensor", "dynamic": False}, "dynamic of .* is False; allowed is True"),
+        ("input_activations", {"type": "int"}, "input_activations.type .* is 'int'; allowed is 'float'"),
+        ("input_activations", {"num_bits": 4}, "input_activations.num_bits .* is 4; allowed is 8"),
+        ("weights", {"type": "int"}, "weights.type .* is 'int'; allowed is 'float'"),
+        ("weights", {"strategy": "group"}, "weights.strategy .* is 'group'; allowed is 'channel', 'tensor'"),
+        ("weights", {"symmetric": False}, "weights.symmetric .* is False"),
+    ],
+)
+def test_other_activations_and_weights_are_refused(part: str, stated: dict[str, Any], message: str) -> None:
+    config = CompressedTensors(FP8_TOKEN).stated()
+    config["config_groups"]["group_0"][part].update(stated)
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_layout(config)
