@@ -129,6 +129,19 @@ def _packed_plan(rows: int, weight_rows: int, in_features: int, gated: bool, fou
     return Plan(packed_ring(rows, slices, gated, four_bits), slices, blocks, norm_groups(in_features))
 
 
+def _packed_bytes(plan: Plan, tiles: int, row_bytes: int, scales: Scales) -> int:
+    """The shared memory of a program: its ring, the scales of its blocks, and what the second group of warps gives.
+
+    A row of a block of the weight has ``row_bytes``.
+    """
+    ring, blocks = plan.tiling, plan.blocks * (1 if plan.tiling.split else plan.slices)
+    places, padded = ring.warp_groups * ring.stages * ring.parts, triton.next_power_of_2(blocks // ring.warp_groups)
+    ring_bytes = places * (tiles * TILE_O * row_bytes + ring.block_n * BLOCK_K * 2)
+    scale_bytes = ring.warp_groups * tiles * padded * TILE_O * scales.weight.element_size()
+    x_bytes = triton.next_power_of_2(blocks) * ring.block_n * 4  # of formats that quantise rows
+    return ring_bytes + scale_bytes + x_bytes + tiles * TILE_O * ring.block_n * 4
+
+
 def covers_packed(x: Tensor, words: Tensor, scales: Scales, gated: bool, scaled: bool) -> bool:
     """Whether :func:`launch` can compute a product with words and scales, and larger tiles are not better."""
     inner = x.shape[-1]
@@ -137,6 +150,9 @@ def covers_packed(x: Tensor, words: Tensor, scales: Scales, gated: bool, scaled:
         return False
     plan = _packed_plan(rows, words.shape[0], inner, gated, words.shape[1] * 8 == inner)
     if scaled and plan.groups * plan.tiling.block_n > 8192:  # they would not fit the registers
+        return False
+    row_bytes = words.shape[1] * words.element_size() * BLOCK_K // inner
+    if _packed_bytes(plan, 2 if gated else 1, row_bytes, scales) > gpus.HOPPER.shared_bytes:
         return False
     return _is_reachable(x) and words.is_contiguous() and words.data_ptr() % 16 == 0
 

@@ -20,6 +20,7 @@ from specgraph.kernels.linear.hopper_ring import request_weight, request_x
 from specgraph.kernels.linear.multiply_packed import pair_source, per_word
 
 _X_SCALES = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
+"""Scales of rows of x ``[blocks, BLOCK_N]`` in memory accesses."""
 _SCALES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 """Scales ``[64, groups]`` in memory accesses: a thread has neighbouring groups of a row."""
 _QUADS = [[1, 0], [2, 0], [4, 0]]
@@ -58,7 +59,7 @@ def load_scales(
             k = begin + group * BLOCKS + block
             real = (o < up_offset)[:, None] & ((block < BLOCKS) & (k < gl.cdiv(in_features, 128)))[None, :]
             at = ((o + tile * up_offset) // SCALE_ROWS).to(gl.int64)[:, None] * scale_stride + k[None, :]
-            # Triton has no stars.
+            # Triton's functions have no starred expressions.
             loaded = loaded + (gl.load(scale_ptr + at, mask=real, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     return loaded
 

@@ -75,25 +75,31 @@ class PackedLinear(Packed):
     @property
     def weight_parts(self) -> list[Tensor]:
         """The tensors of the weight, numbers first."""
-        return [self.get_parameter(name) for name in format_of(self.format).parts]
+        return self._weight()[1]
+
+    def _weight(self) -> tuple[str, list[Tensor]]:
+        """The name of the format, and its tensors."""
+        held: Any = self._parameters  # read once: another thread may arrange the layer meanwhile
+        form = format_of(self.format)
+        known = (form, ARRANGED.get(form.name), getattr(form, "published", None))
+        form = next(form for form in known if form is not None and form.parts[0] in held)
+        return form.name, [held[name] for name in form.parts]
 
     @torch.no_grad()
     def arrange(self) -> None:
-        """Sort the numbers as matrix instructions of a GPU take them, in place, if the format has such an order.
+        """Sort the numbers as matrix instructions of a GPU take them, if the format has such an order.
 
-        The parameter gets another name, by which its order is known. A state dict has the published order and name.
+        The parameter is replaced by another one with another name, by which its order is known. A state dict has the
+        published order and name. Other threads may call the layer meanwhile.
         """
         form, arranged = format_of(self.format), ARRANGED.get(self.format)
         numbers, scale = self.weight_parts[:2]
         if arranged is None or not arranged.takes(self.in_features, scale):
             return
-        if not getattr(numbers, "is_arranged", False):  # another layer may have the same parameter
-            numbers.copy_(arranged.arrange(numbers))
-            numbers.is_arranged = True  # type: ignore[attr-defined]
-        renamed = dict(zip(form.parts, arranged.parts, strict=True))
-        held = {renamed.get(name, name): parameter for name, parameter in self._parameters.items()}
-        self._parameters.clear()
-        self._parameters.update(held)
+        if not hasattr(numbers, "arranged"):  # another layer may have the same parameter
+            numbers.arranged = nn.Parameter(arranged.arrange(numbers), requires_grad=False)  # type: ignore[attr-defined]
+        replaced = {form.parts[0]: (arranged.parts[0], numbers.arranged)}  # type: ignore[attr-defined]
+        self._parameters = dict(replaced.get(name, (name, value)) for name, value in self._parameters.items())
         self.format = arranged.name
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -111,11 +117,13 @@ class PackedLinear(Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
-        return packed_linear(x, self.weight_parts, self.bias, format=self.format)
+        form, weight = self._weight()
+        return packed_linear(x, weight, self.bias, format=form)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weight ``[O, I]``, with products in ``dtype``."""
-        return format_of(self.format).dequantise([part.detach() for part in self.weight_parts], dtype)
+        form, weight = self._weight()
+        return format_of(form).dequantise([part.detach() for part in weight], dtype)
 
     def extra_repr(self) -> str:
         """What is printed between the brackets of the layer."""
@@ -197,7 +205,7 @@ def _packed_class(kind: Any) -> type[nn.Module]:
 
 
 def arrange_weights(model: nn.Module) -> None:
-    """Sort the packed weights of a model for the GPU that it is on, in place; nothing on a CPU."""
+    """Sort the packed weights of a model for the GPU that it is on, one after the other; nothing on a CPU."""
     for module in model.modules():
         if isinstance(module, PackedLinear) and module.weight_parts[0].device.type == "cuda":
             module.arrange()
