@@ -46,18 +46,24 @@ Case = tuple[str, str, int, str]
 """A format, a product, the number of rows, and a tiling."""
 
 
-def tiling_of(name: str, rows: int, out_features: int, in_features: int) -> Tiles | None:
+def tiling_of(name: str, rows: int, out_features: int, in_features: int, *, arranged: bool = False) -> Tiles | None:
     """The tiling of that name."""
     if name == "table":
         return None
     block_o, block_k, warps, stages, slices = map(int, name.split("x"))
     block_n = min(max(triton.next_power_of_2(rows), 16), 64)
     return Tiles(
-        block_o, block_n, block_k, slices or packed_slices(out_features, in_features), rows > 64, warps, stages
+        block_o,
+        block_n,
+        block_k,
+        slices or packed_slices(out_features, in_features, arranged=arranged),
+        rows > 64,
+        warps,
+        stages,
     )
 
 
-def form_of(tiling: str, rows: int, out_features: int, in_features: int) -> Callable[..., Tensor]:
+def form_of(name: str, tiling: str, rows: int, out_features: int, in_features: int) -> Callable[..., Tensor]:
     """What computes a product in a tiling."""
     if tiling == "op":
         return packed_linear
@@ -84,7 +90,7 @@ def product(case: Case, weight: list[Tensor], x: Tensor, residual: Tensor | None
     """The product of a case."""
     name, shape, _, tiling = case
     out_features, in_features, activation = PRODUCTS[shape]
-    out: Tensor = form_of(tiling, x.shape[0], out_features, in_features)(
+    out: Tensor = form_of(name, tiling, x.shape[0], out_features, in_features)(
         x, weight, None, residual, format=name, activation=activation
     )
     return out
@@ -151,7 +157,7 @@ def check(name: str, tilings: list[str]) -> Iterator[str]:
         for tiling in tilings:
             results = {}
             for count in ROWS_OF_CHECKS:
-                results[count] = form_of(tiling, count, 1000, in_features)(x[:count], weight, format=name)
+                results[count] = form_of(name, tiling, count, 1000, in_features)(x[:count], weight, format=name)
             found = results[200]
             error = (found.double() - expected).abs() / (
                 (in_features + 3) * 2.0**-24 * spread + torch.finfo(dtype).eps / 2 * expected.abs()

@@ -124,7 +124,7 @@ class Plan(NamedTuple):
 @functools.cache
 def _packed_plan(rows: int, weight_rows: int, in_features: int, gated: bool, four_bits: bool) -> Plan:
     """The plan for a shape with arranged words."""
-    wanted = packed_slices(weight_rows, in_features)
+    wanted = packed_slices(weight_rows, in_features, arranged=True)
     slices, blocks = slices_of(in_features, wanted, BLOCK_K, PACKED_SLICE)
     return Plan(packed_ring(rows, slices, gated, four_bits), slices, blocks, norm_groups(in_features))
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,20 +92,26 @@ PACKED_SLICE = 256
 """Slices of a weight in a format begin at multiples of this number of entries; ``block_k`` divides it."""
 
 
-def packed_slices(out_features: int, in_features: int) -> int:
+def packed_slices(out_features: int, in_features: int, *, arranged: bool) -> int:
     """As :func:`num_slices`, for a weight in a format.
 
-    Two slices are taken by two groups of warps of a program. Only where the summed dimension is long, and there are
-    few tiles of the weight, more programs are worth that their sums are merged.
+    More programs hide each other's latency. Of arranged words, two groups of warps of a program take two slices, and
+    only where the summed dimension is long, and there are few tiles of the weight, more programs are worth that their
+    sums are merged.
     """
-    if in_features >= 8192 and triton.cdiv(out_features, 64) < 2 * _SPLIT_K_TILES:
+    row_tiles, slices = triton.cdiv(out_features, 64), 1
+    if not arranged:
+        while row_tiles * slices < 200 and slices < 8 and in_features >= 4 * slices * PACKED_SLICE:
+            slices *= 2
+        return slices
+    if in_features >= 8192 and row_tiles < 2 * _SPLIT_K_TILES:
         return 8
     return 2 if in_features >= 4 * PACKED_SLICE else 1
 
 
-def packed_tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> Tiles:
+def packed_tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2, *, arranged: bool = False) -> Tiles:
     """The tiling of ``rows`` rows and a weight ``[out_features, in_features]`` in a format."""
-    slices = packed_slices(out_features, in_features)
+    slices = packed_slices(out_features, in_features, arranged=arranged)
     if itemsize == 4:
         return Tiles(64, 16 if rows <= 16 else 32, 128, slices, rows > 256, 4, 2)
     block_n = min(max(triton.next_power_of_2(rows), 16), 64)
@@ -193,7 +200,7 @@ def launch_tiles(product: Product, tiling: Tiles | None = None, scales: Scales |
     """
     out, x, weight, residual = product.out, product.x, product.weight, product.residual
     (rows, in_features), weight_rows, pdl = x.shape, weight.shape[0], product.pdl
-    choose = tiles if scales is None else packed_tiles
+    choose = tiles if scales is None else functools.partial(packed_tiles, arranged=scales.arranged)
     groups, tiling = norm_groups(in_features), tiling or choose(rows, weight_rows, in_features, x.element_size())
     if product.gated and product.next_norm:
         tiling = tiling._replace(block_o=128)  # 64 gate and 64 up rows give whole norm groups of the result

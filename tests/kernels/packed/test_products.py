@@ -169,11 +169,15 @@ def test_the_bits_of_a_row_depend_neither_on_the_others_nor_on_the_tiling(name: 
         assert torch.equal(other, first)
 
 
-def test_the_summed_dimension_is_cut_without_regard_to_the_rows() -> None:
+@pytest.mark.parametrize("arranged", [False, True])
+def test_the_summed_dimension_is_cut_without_regard_to_the_rows(arranged: bool) -> None:
     for outputs, inputs in [(6144, 4096), (28672, 4096), (4096, 14336), (5760, 2880), (48, 72)]:
         for itemsize in (2, 4):
-            chosen = [packed_tiles(rows, outputs, inputs, itemsize) for rows in (1, 16, 17, 64, 65, 257, 4096)]
-            assert {tiling.slices for tiling in chosen} == {packed_slices(outputs, inputs)}
+            chosen = [
+                packed_tiles(rows, outputs, inputs, itemsize, arranged=arranged)
+                for rows in (1, 16, 17, 64, 65, 257, 4096)
+            ]
+            assert {tiling.slices for tiling in chosen} == {packed_slices(outputs, inputs, arranged=arranged)}
             assert all(PACKED_SLICE % tiling.block_k == 0 for tiling in chosen), "slices begin at the same inputs"
             assert all(tiling.block_o >= 64 and tiling.warps % 4 == 0 for tiling in chosen), "wgmma everywhere"
 

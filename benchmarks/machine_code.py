@@ -1,0 +1,119 @@
+"""Lists the machine code of products on Hopper, which need not be there, to compare two commits.
+
+    python -m benchmarks.machine_code [--products qkv o] [--rows 1 32 300] [--formats bfloat16 int4_arranged]
+
+A line has a kernel, its grid, its shared memory, its registers and a digest of its instructions. Where the lines of two
+commits are equal, so are the times and the bits of their products: a change of the source was one of words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from specgraph.kernels import launch
+from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
+from specgraph.kernels.packed.formats import FORMATS
+from specgraph.kernels.packed.linear import PACKED_LINEAR, PACKED_LINEAR_NORM
+
+PRODUCTS = {
+    "qkv": (6144, 4096, "none"), "o": (4096, 4096, "none"), "gate_up": (28672, 4096, "silu_mul"),
+    "down": (4096, 14336, "none"),
+}  # fmt: skip
+"""The shape of the weight of Llama-3-8B, and the activation."""
+DENSE = "bfloat16"
+_RUN = triton.JITFunction.run
+
+
+class _Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _disassembled(program: bytes) -> tuple[str, str]:
+    """The instructions of a program, and the line about its registers."""
+    tools = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(program)
+        file.flush()
+        listed, used = (
+            subprocess.run([tools / name, option, file.name], capture_output=True, text=True, check=True).stdout
+            for name, option in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
+        )
+    lines = [
+        re.sub(r"/\*.*?\*/", "", line).strip() for line in listed.splitlines() if re.search(r"/\*\w{4,5}\*/\s", line)
+    ]
+    return "\n".join(lines), re.findall(r"REG:\d+ STACK:\d+", used)[0]
+
+
+def lines(products: list[str], rows: list[int], formats: list[str]) -> Iterator[str]:
+    """One line for each kernel that a product launches."""
+    found: list[tuple[str, tuple[int, ...], Any]] = []
+
+    def compile_only(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        found.append((kernel.fn.__name__, grid, _RUN(kernel, *args, grid=grid, warmup=True, **options)))
+
+    triton.runtime.driver.set_active(_Hopper())
+    with (
+        mock.patch.object(triton.JITFunction, "run", compile_only),
+        mock.patch.object(launch, "_capability", lambda device: (9, 0)),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+    ):
+        for form, product, count, norm in itertools.product(formats, products, rows, (False, True)):
+            outputs, inputs, activation = PRODUCTS[product]
+            if norm and activation != "none":
+                continue
+            _launch(form, outputs, inputs, activation, count, norm=norm)
+            for name, grid, compiled in found:
+                code, registers = _disassembled(compiled.asm["cubin"])
+                digest = hashlib.sha256(code.encode()).hexdigest()[:16]
+                what = f"{form} {product} {count} rows{' norm' if norm else ''}"
+                yield f"{what}: {name} {grid} {compiled.metadata.shared} B {registers} {digest}"
+            found.clear()
+
+
+def _launch(form: str, outputs: int, inputs: int, activation: str, rows: int, *, norm: bool) -> None:
+    """What a GPU would launch for a product. Nothing is: it is compiled."""
+    x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
+    dense = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
+    weight: Any = dense if form == DENSE else list(FORMATS[form].quantise(dense))
+    variant = "hopper" if rows <= 64 and (form == DENSE or form.endswith("_arranged")) else "triton"
+    ops = (LINEAR, LINEAR_NORM) if form == DENSE else (PACKED_LINEAR, PACKED_LINEAR_NORM)
+    options: dict[str, Any] = {} if form == DENSE else {"format": form}
+    behind = (torch.ones(outputs, dtype=torch.bfloat16), None, torch.zeros(rows, outputs, dtype=torch.bfloat16))
+    ops[norm].form(variant, pdl=True)(x, weight, *(behind if norm else ()), activation=activation, **options)
+
+
+def main() -> None:
+    """Print the lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 32, 64, 300])
+    parser.add_argument("--formats", nargs="+", default=[DENSE, *FORMATS], choices=[DENSE, *FORMATS])
+    given = parser.parse_args()
+    for line in lines(given.products, given.rows, given.formats):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
