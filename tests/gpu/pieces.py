@@ -50,7 +50,7 @@ PIECES = (
     Piece("architectures", ("architectures",), 6),
     Piece("recurrent", ("recurrent",), 6),
     # Each process keeps a model of 16 to 18 GB and two decoders with their caches. Four of them ran out of memory.
-    Piece("llama 8b", ("bitwise_8b",), 2, "llama and not packed"),
+    Piece("llama 8b", ("bitwise_8b",), 2, "llama-3-8b-shape-"),
     Piece("qwen 9b", ("bitwise_8b",), 2, "qwen"),
     Piece("packed", ("bitwise_8b",), 3, "packed"),
     # The benchmarks want the card for themselves, and training takes most of its memory.
