@@ -21,33 +21,16 @@ from unittest import mock
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
+from benchmarks.no_gpu import Hopper
+from benchmarks.packed_products import PRODUCTS
 from specgraph.kernels import launch
 from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
 from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PACKED_LINEAR_NORM
 
-PRODUCTS = {
-    "qkv": (6144, 4096, "none"), "o": (4096, 4096, "none"), "gate_up": (28672, 4096, "silu_mul"),
-    "down": (4096, 14336, "none"),
-}  # fmt: skip
-"""The shape of the weight of Llama-3-8B, and the activation."""
 DENSE = "bfloat16"
 _RUN = triton.JITFunction.run
-
-
-class _Hopper:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def _disassembled(program: bytes) -> tuple[str, str]:
@@ -73,7 +56,7 @@ def lines(products: list[str], rows: list[int], formats: list[str]) -> Iterator[
     def compile_only(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
         found.append((kernel.fn.__name__, grid, _RUN(kernel, *args, grid=grid, warmup=True, **options)))
 
-    triton.runtime.driver.set_active(_Hopper())
+    triton.runtime.driver.set_active(Hopper())
     with (
         mock.patch.object(triton.JITFunction, "run", compile_only),
         mock.patch.object(launch, "_capability", lambda device: (9, 0)),

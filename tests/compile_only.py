@@ -23,8 +23,8 @@ import pytest
 import torch
 import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 
+from benchmarks.no_gpu import Hopper
 from specgraph.kernels import launch
 
 COMPILED: Counter[str] = Counter()
@@ -37,19 +37,6 @@ TAKEN: set[object] = set()
 
 class _Taken(Exception):
     """The front end has taken a kernel, and that is enough."""
-
-
-class _Hopper:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def _compile(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
@@ -105,7 +92,7 @@ def _front_end_alone(backend: Any, stages: dict[str, Any], *rest: Any) -> None:
 
 
 def pytest_configure() -> None:
-    triton.runtime.driver.set_active(_Hopper())
+    triton.runtime.driver.set_active(Hopper())
     triton.JITFunction.run, triton.JITFunction._do_compile = _compile, _do_compile
     launch._capability = lambda device: (9, 0)
     # What a kernel would have written is read as a length by some tests, and what memory held before may be any number.

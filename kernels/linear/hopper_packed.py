@@ -17,12 +17,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from specgraph.kernels.linear.hopper_ring import request_weight, request_x
-from specgraph.kernels.linear.multiply_packed import pair_source, per_word
+from specgraph.kernels.linear.multiply_packed import expand_arranged, per_word
 
-_X_SCALES = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
-"""Scales of rows of x ``[blocks, BLOCK_N]`` in memory accesses."""
+# Functions without layouts have the same source in both languages.
+_expand_arranged = gluon.jit(expand_arranged.fn)
 _SCALES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-"""Scales ``[64, groups]`` in memory accesses: a thread has neighbouring groups of a row."""
+"""Scales ``[rows, groups]`` in memory accesses: a thread has neighbouring groups of a row."""
 _QUADS = [[1, 0], [2, 0], [4, 0]]
 _WARPS = [[16, 0], [32, 0]]
 _WORDS = gl.constexpr(
@@ -66,11 +66,12 @@ def load_scales(
 
 @gluon.jit
 def _keep_scales(loaded):
-    """Store scales in shared memory, ``[tiles * blocks, 64]``, so that those of a block are read together."""
+    """Store scales ``[ROWS, blocks]`` in shared memory, ``[tiles * blocks, ROWS]``: a block is read at once."""
     TILES: gl.constexpr = len(loaded)
+    ROWS: gl.constexpr = loaded[0].shape[0]
     PADDED: gl.constexpr = loaded[0].shape[1]
     kept = gl.allocate_shared_memory(
-        loaded[0].dtype, [TILES * PADDED, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        loaded[0].dtype, [TILES * PADDED, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     for tile in gl.static_range(TILES):
         kept.slice(tile * PADDED, PADDED, 0).permute((1, 0)).store(loaded[tile])
@@ -78,57 +79,25 @@ def _keep_scales(loaded):
 
 
 @gluon.jit
-def _pair(words, PAIR: gl.constexpr, FORMAT: gl.constexpr, HALF: gl.constexpr):
-    """One pair of the numbers of every word, in float16 if ``HALF``, else in bfloat16: ``[64, words, 2]``."""
-    first, second = gl.inline_asm_elementwise(
-        pair_source(PAIR, FORMAT, True, HALF, False), "=h,=h,r", [words],
-        dtype=(gl.float16, gl.float16) if HALF else (gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
-    )  # fmt: skip
-    return gl.join(first, second)
-
-
-@gluon.jit
 def _expand(words, FORMAT: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr):
     """The operand ``[64, 128]`` from the words of shared memory."""
-    if per_word(FORMAT) == 4:
-        words = words.load(_WIDE_WORDS)
-        # ---- [64, lane, 16 inputs, one of a pair, half of 16 inputs]
-        pairs = gl.join(_pair(words, 0, FORMAT, HALF), _pair(words, 1, FORMAT, HALF))
-        pairs = gl.permute(gl.reshape(pairs, [64, 4, 8, 2, 2]), (0, 2, 4, 1, 3))
-    else:
-        words = words.load(_WORDS)
-        # ---- [64, lane, 32 inputs, one of a pair, half of 16 inputs, half of 32]
-        pairs = gl.join(
-            gl.join(_pair(words, 0, FORMAT, HALF), _pair(words, 1, FORMAT, HALF)),
-            gl.join(_pair(words, 2, FORMAT, HALF), _pair(words, 3, FORMAT, HALF)),
-        )
-        pairs = gl.permute(gl.reshape(pairs, [64, 4, 4, 2, 2, 2]), (0, 2, 5, 4, 1, 3))
-    return gl.convert_layout(gl.reshape(pairs, [64, 128]), layout, assert_trivial=True)
+    words = words.load(_WORDS if per_word(FORMAT) == 8 else _WIDE_WORDS)
+    return gl.convert_layout(_expand_arranged(words, FORMAT, HALF), layout, assert_trivial=True)
 
 
 @gluon.jit
 def load_x_scales(
     x_scale_ptr, x_scale_stride, first_n, rows, begin, in_features, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr
 ):
-    """Load the scales of the program's rows of x, ``[blocks, BLOCK_N]``; None if they have none."""
+    """Load the scales of the program's rows of x, ``[BLOCK_N, blocks]``; None if they have none."""
     scales = None
     if x_scale_ptr is not None:
-        block = begin + gl.arange(0, _padded(BLOCKS), gl.SliceLayout(1, _X_SCALES))
-        n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _X_SCALES))
-        real = (block < gl.cdiv(in_features, 128))[:, None] & (n < rows)[None, :]
-        at = x_scale_ptr + n.to(gl.int64)[None, :] * x_scale_stride + block[:, None]
+        block = begin + gl.arange(0, _padded(BLOCKS), gl.SliceLayout(0, _SCALES))
+        n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, _SCALES))
+        real = (n < rows)[:, None] & (block < gl.cdiv(in_features, 128))[None, :]
+        at = x_scale_ptr + n.to(gl.int64)[:, None] * x_scale_stride + block[None, :]
         scales = gl.load(at, mask=real, other=0.0)
     return scales
-
-
-@gluon.jit
-def _keep_x_scales(loaded):
-    """Store them in shared memory."""
-    kept = gl.allocate_shared_memory(
-        loaded.dtype, [loaded.shape[0], loaded.shape[1]], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
-    kept.store(loaded)
-    return kept._reinterpret(kept.dtype, kept.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -247,7 +216,7 @@ def multiply_packed(
     scales = _keep_scales(scales)
     SCALED: gl.constexpr = x_scales is not None
     # An argument of a group of warps has to be something, also if nothing reads it.
-    x_scales = _keep_x_scales(x_scales) if SCALED else scales
+    x_scales = _keep_scales((x_scales,)) if SCALED else scales
     given = (weight, x, ring, x_ring, scales, x_scales, barriers, results, row, up_offset, first_n, begin)
     sizes: gl.constexpr = (BLOCK_N, BLOCK_K, BLOCK_W, BLOCKS, OWN_SLICES, PARTS, STAGES, TILES, BYTES, FORMAT, SCALED)
     if WARP_GROUPS == 1:

@@ -159,7 +159,7 @@ def _pair(
 
 
 @triton.jit
-def _expand_arranged(words, FORMAT: tl.constexpr, HALF: tl.constexpr):
+def expand_arranged(words, FORMAT: tl.constexpr, HALF: tl.constexpr):
     """The operand ``[O, K]`` from words ``[O, W]`` that are arranged, whose inputs have their own order."""
     LINES: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
@@ -185,7 +185,7 @@ def expand(words, factor, FORMAT: tl.constexpr, ARRANGED: tl.constexpr, HALF: tl
     LINES: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     if ARRANGED:
-        return _expand_arranged(words, FORMAT, HALF)
+        return expand_arranged(words, FORMAT, HALF)
     # ---- from the order of memory, lane by lane, to the one in which lanes take turns
     words = tl.reshape(tl.permute(tl.reshape(words, (LINES, 4, W // 4)), (0, 2, 1)), (LINES, W))
     if factor is not None:

@@ -146,14 +146,19 @@ class Scales:
     arranged: bool = False
     x: Tensor | None = None
 
-    def arguments(self, words: Tensor) -> dict[str, Any]:
-        """What the kernels of ``specgraph::linear`` and ``specgraph::expert_linear`` take."""
-        x_stride = None if self.x is None else self.x.stride(0)
-        aligned = all(size % 4 == 0 for size in (*words.stride()[:-1], words.shape[-1]))
+    def shared_arguments(self) -> dict[str, Any]:
+        """What all kernels of products take."""
         return {
             "weight_scale_ptr": self.weight, "weight_scale_stride": self.weight.stride(-2), "x_scale_ptr": self.x,
-            "x_scale_stride": x_stride, "FORMAT": self.format, "GROUP": self.group, "DOT_K": self.dot_k,
-            "SCALE_ROWS": self.outputs, "ALIGNED_WORDS": aligned, "ARRANGED": self.arranged,
+            "x_scale_stride": None if self.x is None else self.x.stride(0), "FORMAT": self.format,
+            "SCALE_ROWS": self.outputs,
+        }  # fmt: skip
+
+    def arguments(self, words: Tensor) -> dict[str, Any]:
+        """What the Triton kernels of ``specgraph::linear`` and ``specgraph::expert_linear`` take."""
+        aligned = all(size % 4 == 0 for size in (*words.stride()[:-1], words.shape[-1]))
+        return self.shared_arguments() | {
+            "GROUP": self.group, "DOT_K": self.dot_k, "ALIGNED_WORDS": aligned, "ARRANGED": self.arranged,
         }  # fmt: skip
 
 

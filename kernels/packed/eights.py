@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specgraph.kernels.packed.format import Format
+from specgraph.kernels.packed.format import Format, kept
 
 
 class EightBits(Format):
@@ -47,8 +47,7 @@ class EightBits(Format):
         self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
     ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Numbers, and a column of scales in the dtype of the weight (float32 for float64)."""
-        kept = torch.float32 if dtype == torch.float64 else dtype
-        return ((outputs, inputs), self.stored), ((outputs, 1), kept)
+        return ((outputs, inputs), self.stored), ((outputs, 1), kept(dtype))
 
     def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
         """Round a weight ``[..., O, I]`` to the nearest.
@@ -57,9 +56,8 @@ class EightBits(Format):
         has it, in the dtype of the weight (float32 for float64). An output of zeros gets the epsilon of that dtype. All
         this is computed in float32 (float64 for float64).
         """
-        kept = torch.float32 if weight.dtype == torch.float64 else weight.dtype
         exact = torch.promote_types(weight.dtype, torch.float32)
-        scale = self._scale(weight.to(exact), kept)
+        scale = self._scale(weight.to(exact), kept(weight.dtype))
         return self._round(weight.to(exact) / scale.to(exact)), scale
 
     def quantise_rows(self, x: Tensor) -> Tensor:
@@ -70,12 +68,12 @@ class EightBits(Format):
         scale = self._scale(x.to(exact), torch.float32).to(exact)
         return self._round(x.to(exact) / scale).to(exact) * scale
 
-    def _scale(self, values: Tensor, kept: torch.dtype) -> Tensor:
+    def _scale(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         limits = torch.finfo(self.stored) if self.stored.is_floating_point else torch.iinfo(self.stored)
         top = values.abs().amax(-1, keepdim=True)
         # A GPU would multiply with the reciprocal of a plain number, which may lose the last bit.
-        scale = (top / torch.full_like(top, (limits.max - limits.min) / 2)).to(kept)
-        return torch.where(scale == 0, torch.finfo(kept).eps, scale)
+        scale = (top / torch.full_like(top, (limits.max - limits.min) / 2)).to(dtype)
+        return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
 
     def _round(self, values: Tensor) -> Tensor:
         """The stored numbers nearest to ``values``, ties to even."""

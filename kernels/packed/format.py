@@ -148,6 +148,11 @@ class Format:
         return x
 
 
+def kept(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the scales of a weight: its own, or float32 for float64."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
 def nibbles(words: Tensor) -> Tensor:
     """The numbers of four bits, 0 to 15, of int32 or uint8 ``[..., W]``: ``[..., 8 * W]`` or ``[..., 2 * W]``.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.packed.few_rows import few_rows_int4, int4_tiles
-from specgraph.kernels.packed.format import Format, join_nibbles, nibbles
+from specgraph.kernels.packed.format import Format, join_nibbles, kept, nibbles
 
 OFFSET = 8
 """What is added to a number from -8 to 7 before it is stored."""
@@ -70,7 +70,7 @@ class Int4(Format):
     ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Words, and scales in the dtype of the weight."""
         words = (outputs, inputs // self.per_element), self.stored
-        return words, ((outputs, inputs // group_of(inputs, group_size)), _kept(dtype))
+        return words, ((outputs, inputs // group_of(inputs, group_size)), kept(dtype))
 
     def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
         """Round a weight ``[..., O, I]``, by groups of 128 inputs unless told.
@@ -82,10 +82,10 @@ class Int4(Format):
         where compressed-tensors takes the dtype of the weight; for weights in float32 both give the same bits.
         """
         exact = torch.promote_types(weight.dtype, torch.float32)
-        kept = _kept(weight.dtype)
+        stored = kept(weight.dtype)
         groups = torch.unflatten(weight.to(exact), -1, (-1, group_of(weight.shape[-1], group_size)))
-        scale = (groups.abs().amax(-1) / HALF_RANGE).to(kept)
-        scale = torch.where(scale == 0, torch.finfo(kept).eps, scale)
+        scale = (groups.abs().amax(-1) / HALF_RANGE).to(stored)
+        scale = torch.where(scale == 0, torch.finfo(stored).eps, scale)
         values = (groups / scale.to(exact)[..., None]).round().clamp(-8, 7)
         return join_nibbles(values.flatten(-2).to(torch.int32) + OFFSET, torch.int32), scale
 
@@ -95,11 +95,6 @@ def group_of(inputs: int, group_size: int | None) -> int:
     if group_size is None:
         return GROUP
     return inputs if group_size == WHOLE_ROW else group_size
-
-
-def _kept(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the scales of a weight: its own, or float32 for float64."""
-    return torch.float32 if dtype == torch.float64 else dtype
 
 
 INT4 = Int4()

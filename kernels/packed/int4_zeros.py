@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.packed.format import join_nibbles
+from specgraph.kernels.packed.format import join_nibbles, kept
 from specgraph.kernels.packed.int4 import OFFSET, Int4, group_of
 
 LEVELS = 15
@@ -84,11 +84,11 @@ class Int4Zeros(Int4):
         :meth:`~specgraph.kernels.packed.int4.Int4.quantise`.
         """
         exact = torch.promote_types(weight.dtype, torch.float32)
-        kept = torch.float32 if weight.dtype == torch.float64 else weight.dtype
+        stored = kept(weight.dtype)
         groups = torch.unflatten(weight.to(exact), -1, (-1, group_of(weight.shape[-1], group_size)))
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        scale = ((high - low) / LEVELS).to(kept)
-        scale = torch.where(scale == 0, torch.finfo(kept).eps, scale)
+        scale = ((high - low) / LEVELS).to(stored)
+        scale = torch.where(scale == 0, torch.finfo(stored).eps, scale)
         zero_point = (-OFFSET - low / scale.to(exact)).round().clamp(-8, 7)
         values = (groups / scale.to(exact)[..., None] + zero_point[..., None]).round().clamp(-8, 7)
         codes, zeros = (part.to(torch.int32) + OFFSET for part in (values.flatten(-2), zero_point))

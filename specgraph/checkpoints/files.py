@@ -47,6 +47,10 @@ class StoredTensor:
         """Its size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def converted(self, shape: tuple[int, ...], convert: Callable[[Tensor], Tensor]) -> StoredTensor:
+        """What ``convert`` makes of it, in the same dtype, when it is read."""
+        return StoredTensor(shape, self.dtype, self.file, lambda: convert(self.read()))
+
 
 @dataclass(frozen=True, eq=False)
 class Files:

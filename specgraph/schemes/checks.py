@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,23 +29,16 @@ class Part:
         kind: one of :attr:`~specgraph.kernels.packed.format.Format.kinds`, or ``shape`` for two numbers beside them.
         dtypes: the dtypes in which a file may hold it.
         shape: the shape in a file.
-        single: whether a file has one value for each matrix, which is that of all its outputs.
     """
 
     form: Format
     kind: str
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[int, ...]
-    single: bool = False
 
 
-def parts_of(model: nn.Module, per_tensor: bool = False) -> dict[str, Part]:
-    """The tensors of packed weights by their names in the model.
-
-    Args:
-        model: the model.
-        per_tensor: whether files have one scale for each matrix.
-    """
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """The tensors of packed weights by their names in the model."""
     found: dict[str, Part] = {}
     for path, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -59,9 +52,7 @@ def parts_of(model: nn.Module, per_tensor: bool = False) -> dict[str, Part]:
         else:
             continue
         for name, kind in names:
-            part = _part(form, kind, getattr(module, name), isinstance(module, PackedExperts))
-            single = per_tensor and kind == "scale"
-            found[f"{path}.{name}"] = replace(part, shape=(1,), single=True) if single else part
+            found[f"{path}.{name}"] = _part(form, kind, getattr(module, name), isinstance(module, PackedExperts))
     return found
 
 
@@ -172,7 +163,7 @@ def _like(pieces: Sequence[Piece], index: int) -> str:
 
 
 def _check_tensor(piece: Piece, stored: StoredTensor, wanted: Tensor, model: nn.Module, part: Part | None) -> None:
-    if piece.expert is None or (part and part.single):
+    if piece.expert is None:
         shape = part.shape if part else tuple(wanted.shape)
     else:
         owner, leaf = owner_of(model, str(piece.tensor))

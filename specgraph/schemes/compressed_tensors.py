@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
+from specgraph.checkpoints.files import Files, StoredTensor
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.eights import EightBits
 from specgraph.kernels.packed.format import Format
@@ -15,7 +17,7 @@ from specgraph.kernels.packed.int4 import INT4, WHOLE_ROW
 from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import GROUP, MXFP4
 from specgraph.schemes.eight_bits import EIGHTS, read_eights, state_eights
-from specgraph.schemes.layout import Layout, check_stated
+from specgraph.schemes.layout import Layout, check_one_of, check_stated
 from specgraph.schemes.targets import matches, targeted
 
 FORMATS: dict[str, tuple[Format, dict[str, Any]]] = {
@@ -40,20 +42,21 @@ class CompressedTensors(Layout):
     Attributes:
         targets: names or classes of layers, or expressions behind ``re:``.
         ignore: the same for layers that stay as they are, whatever ``targets`` says.
+        per_tensor: whether the files that are read have one scale for each matrix.
     """
 
     method: ClassVar[str] = "compressed-tensors"
 
     ignore: tuple[str, ...] = ("lm_head",)
     targets: tuple[str, ...] = ("Linear",)
+    per_tensor: bool = False
 
     @classmethod
     def read(cls, stated: Mapping[str, Any]) -> CompressedTensors:
         """The layout that a ``quantization_config`` states: one group of one of :data:`FORMATS` or of eight bits."""
         name = stated.get("format")
-        if name not in (*FORMATS, *EIGHTS):
-            allowed = ", ".join(map(repr, (*FORMATS, *EIGHTS)))
-            raise UnsupportedModelError(f"format of quantization_config is {name!r}; allowed is {allowed}.")
+        check_one_of("format", name, (*FORMATS, *EIGHTS))
+        assert isinstance(name, str), "as all that are allowed"
         check_stated("kv_cache_scheme", stated.get("kv_cache_scheme"), None)
         label, group = _only_group(stated.get("config_groups"))
         check_stated(f"{label}.format", group.get("format") or name, name)
@@ -61,7 +64,7 @@ class CompressedTensors(Layout):
         if name in EIGHTS:
             check_stated(f"{label}.output_activations", group.get("output_activations"), None)
             eights, per_tensor = read_eights(name, label, group)
-            return cls(eights, None, *patterns, per_tensor=per_tensor)
+            return cls(eights, None, *patterns, per_tensor)
         form, wanted = FORMATS[name]
         for key in _NONE:
             check_stated(f"{label}.{key}", group.get(key), None)
@@ -97,6 +100,16 @@ class CompressedTensors(Layout):
         name, (_, weights) = next((name, known) for name, known in FORMATS.items() if known[0] is listed)
         return name, {**weights, **of_integers.get(self.form, {"group_size": self.group_size}), "dynamic": False}
 
+    def adapted(self, files: Files, known: Container[str]) -> tuple[CompressedTensors, Files]:
+        """One scale of a matrix is repeated for each of its outputs, so that matrices can be joined."""
+        if not self.per_tensor:
+            return self, files
+        tensors, leaf = dict(files.tensors), "_scale"
+        for name, weight in files.tensors.items():
+            if f"{name}{leaf}" in tensors:
+                tensors[f"{name}{leaf}"] = _repeated(f"{name}{leaf}", tensors[f"{name}{leaf}"], weight.shape[0])
+        return self, dataclasses.replace(files, tensors=tensors)
+
     def kept(self, stated: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
         """One scale of a matrix has become one for each output, and files that are saved have these."""
         return self.stated() if self.per_tensor else stated
@@ -112,6 +125,15 @@ class CompressedTensors(Layout):
     def packs(self, name: str) -> bool:
         """Whether ``targets`` matches, too: files have a linear layer where a model has a matrix of a stack."""
         return matches(name, nn.Linear, self.targets) and super().packs(name)
+
+
+def _repeated(name: str, scale: StoredTensor, outputs: int) -> StoredTensor:
+    if scale.shape != (1,):
+        raise UnsupportedModelError(
+            f"{name} of {scale.file} has the shape {list(scale.shape)}, and config.json needs [1]; one of them is of "
+            "another model."
+        )
+    return scale.converted((outputs, 1), lambda value: value.expand(outputs, 1))
 
 
 def _integers(

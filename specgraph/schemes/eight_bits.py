@@ -7,7 +7,7 @@ from typing import Any
 
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.eights import FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN, EightBits
-from specgraph.schemes.layout import check_stated
+from specgraph.schemes.layout import check_one_of, check_stated
 
 EIGHTS: dict[str, tuple[str, ...]] = {
     "float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int"),
@@ -27,9 +27,9 @@ def read_eights(name: str, label: str, group: Mapping[str, Any]) -> tuple[EightB
     """
     weights, rows = group["weights"], group.get("input_activations")
     kind = weights.get("type")
-    _check_one_of(f"{label}.weights.type", kind, EIGHTS[name])
+    check_one_of(f"{label}.weights.type", kind, EIGHTS[name])
     _check_symmetric(f"{label}.weights", weights)
-    _check_one_of(f"{label}.weights.strategy", weights.get("strategy"), ("channel", "tensor"))
+    check_one_of(f"{label}.weights.strategy", weights.get("strategy"), ("channel", "tensor"))
     if rows is not None:
         _check_rows(f"{label}.input_activations", rows, kind)
     return _FORMS[kind, rows is not None], weights["strategy"] == "tensor"
@@ -52,13 +52,6 @@ def _check_rows(label: str, rows: object, kind: str) -> None:
 def _check_symmetric(label: str, stated: Mapping[str, Any]) -> None:
     check_stated(f"{label}.num_bits", stated.get("num_bits"), 8)
     check_stated(f"{label}.symmetric", stated.get("symmetric", True), True)
-
-
-def _check_one_of(name: str, found: object, allowed: tuple[str, ...]) -> None:
-    if found not in allowed:
-        raise UnsupportedModelError(
-            f"{name} of quantization_config is {found!r}; allowed is {', '.join(map(repr, allowed))}."
-        )
 
 
 def state_eights(form: EightBits) -> tuple[str, dict[str, Any]]:

@@ -16,11 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.format import nibbles
 from specgraph.kernels.packed.int4 import INT4, OFFSET, group_of
 from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
-from specgraph.schemes.layout import check_stated
+from specgraph.schemes.layout import check_one_of, check_stated
 from specgraph.schemes.repacked import PER_WORD, Layer, Repacked, lower, read_common
 
 VERSIONS = {"gptq": 0x11111111, "gptq_v2": 0}
@@ -46,9 +45,7 @@ class Gptq(Repacked):
         check_stated("is_marlin_format", stated.get("is_marlin_format") or False, False)
         key = "checkpoint_format" if stated.get("checkpoint_format") is not None else "format"
         version = lower(stated.get(key) or "gptq")
-        if version not in VERSIONS:
-            allowed = ", ".join(map(repr, VERSIONS))
-            raise UnsupportedModelError(f"{key} of quantization_config is {version!r}; allowed is {allowed}.")
+        check_one_of(key, version, VERSIONS)
         return cls(INT4_ZEROS, size, version=str(version))
 
     def numbers_of(self, qweight: Tensor) -> Tensor:

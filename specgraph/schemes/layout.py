@@ -8,8 +8,8 @@ There is a file for every tool that states it in its own way: :mod:`specgraph.sc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
@@ -28,7 +28,6 @@ class Layout(ABC):
         form: the format.
         group_size: how many inputs have one scale; None if the format says it.
         ignore: names or patterns of modules that stay as they are.
-        per_tensor: whether the files that are read have one scale for each matrix.
     """
 
     method: ClassVar[str]
@@ -37,7 +36,6 @@ class Layout(ABC):
     form: Format
     group_size: int | None = None
     ignore: tuple[str, ...] = ()
-    per_tensor: bool = field(default=False, kw_only=True)
 
     @classmethod
     @abstractmethod
@@ -142,3 +140,12 @@ def check_stated(name: str, found: object, allowed: object) -> None:
     """Raise UnsupportedModelError unless an entry of a ``quantization_config`` is the one that is allowed."""
     if found != allowed:
         raise UnsupportedModelError(f"{name} of quantization_config is {found!r}; allowed is {allowed!r}.")
+
+
+def check_one_of(name: str, found: object, allowed: Iterable[str]) -> None:
+    """The same for an entry of which several are allowed."""
+    names = tuple(allowed)
+    if found not in names:
+        raise UnsupportedModelError(
+            f"{name} of quantization_config is {found!r}; allowed is {', '.join(map(repr, names))}."
+        )

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.fp8 import FP8_BLOCKS
 from specgraph.kernels.packed.int4 import GROUP, INT4
 from specgraph.kernels.packed.mxfp4 import GROUP as MX_GROUP
@@ -17,7 +16,7 @@ from specgraph.schemes.compressed_tensors import CompressedTensors
 from specgraph.schemes.fine_grained import FineGrained
 from specgraph.schemes.gpt_oss import GptOss
 from specgraph.schemes.gptq import Gptq
-from specgraph.schemes.layout import Layout
+from specgraph.schemes.layout import Layout, check_one_of
 
 LAYOUTS: dict[str, type[Layout]] = {kind.method: kind for kind in (CompressedTensors, FineGrained, GptOss, Awq, Gptq)}
 """Every layout by the ``quant_method`` of its tool."""
@@ -30,9 +29,8 @@ def read_layout(stated: Mapping[str, Any]) -> Layout:
         UnsupportedModelError: it is of another tool, or states a format that is not known.
     """
     method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
-    if not isinstance(method, str) or method not in LAYOUTS:
-        allowed = ", ".join(map(repr, LAYOUTS))
-        raise UnsupportedModelError(f"quant_method of quantization_config is {method!r}; allowed is {allowed}.")
+    check_one_of("quant_method", method, LAYOUTS)
+    assert isinstance(method, str), "as all that are allowed"
     return LAYOUTS[method].read(stated)
 
 

@@ -58,7 +58,7 @@ def load(
     names = Names(model, layout.form, layout.renamed)
     pieces = names.pieces(files.tensors)
     _pack(model, layout, pieces)
-    parts, found = parts_of(model, layout.per_tensor), by_tensor(model, files, pieces)
+    parts, found = parts_of(model), by_tensor(model, files, pieces)
     aliases = check_names(model, files, parts, found)
     _fill(model, files, aliases, parts, found, place)
     model.tie_weights(missing_keys=set(aliases), recompute_mapping=False)
@@ -157,7 +157,7 @@ def _read(piece: Piece, stored: StoredTensor, part: Part | None, owner: nn.Modul
     value = stored.read()
     if part is not None:
         check_values(piece, value, part, owner, stored.file)
-    slot.copy_(value if part is not None and part.single else value.view(slot.shape))
+    slot.copy_(value.view(slot.shape))
 
 
 def _patterns_of_float32(model: PreTrainedModel) -> list[re.Pattern[str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -165,9 +165,9 @@ class Repacked(Layout):
         inputs, outputs, tensors = layer.inputs, layer.outputs, layer.tensors
         groups = tensors["scales"].shape[0]
         found = {
-            "qweight": _converted(tensors["qweight"], (outputs, inputs // PER_WORD), self.numbers_of),
-            "scales": _converted(tensors["scales"], (outputs, groups), _transposed),
-            "qzeros": _converted(tensors["qzeros"], (outputs // PER_WORD, groups), self.zero_points_of),
+            "qweight": tensors["qweight"].converted((outputs, inputs // PER_WORD), self.numbers_of),
+            "scales": tensors["scales"].converted((outputs, groups), _transposed),
+            "qzeros": tensors["qzeros"].converted((outputs // PER_WORD, groups), self.zero_points_of),
         }
         if "g_idx" in tensors:
             found["g_idx"] = tensors["g_idx"]
@@ -195,7 +195,3 @@ def lower(stated: object) -> object:
 
 def _transposed(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous()
-
-
-def _converted(stored: StoredTensor, shape: tuple[int, ...], convert: Callable[[Tensor], Tensor]) -> StoredTensor:
-    return StoredTensor(shape, stored.dtype, stored.file, lambda: convert(stored.read()))
