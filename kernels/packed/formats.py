@@ -16,9 +16,8 @@ _KNOWN = (
 )  # fmt: skip
 FORMATS: dict[str, Format] = {made.name: made for made in _KNOWN}
 """Every format by its name, which the ops take as ``format``."""
-ARRANGED: dict[str, Arranged] = {made.published.name: made for made in (INT4_ARRANGED,)}
-"""The formats in whose order models are put on a GPU, by the names of those in the published order. That of fp8 in
-blocks is not among them until its kernel has run on a GPU."""
+ARRANGED: dict[str, Arranged] = {made.published.name: made for made in (INT4_ARRANGED, FP8_BLOCKS_ARRANGED)}
+"""The formats in whose order models are put on a GPU, by the names of those in the published order."""
 
 
 def format_of(name: str) -> Format:
