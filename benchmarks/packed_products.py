@@ -28,7 +28,7 @@ from specgraph.bench.timing import median_seconds
 from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
 from specgraph.kernels.linear import experts
 from specgraph.kernels.linear.product import Tiles, packed_slices
-from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
+from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR, packed_expert_linear
 from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR, packed_linear
 
@@ -111,6 +111,8 @@ def expert_product(case: Case, weight: list[Tensor], x: Tensor, ids: Tensor) -> 
     """The product of a case with experts."""
     name, _, _, tiling = case
     chosen = None
+    if tiling == "op":
+        return packed_expert_linear(x, weight, None, ids, format=name)
     if (cut := tiling_of(tiling, 16, *EXPERT_PRODUCTS[case[1]])) is not None:
         chosen = experts.Tiles(cut.block_o, 16, cut.block_k, cut.warps, cut.stages)
     out: Tensor = PACKED_EXPERT_LINEAR.form("triton", tiling=chosen)(x, weight, None, ids, format=name)
@@ -145,9 +147,8 @@ def check(name: str, tilings: list[str]) -> Iterator[str]:
     for in_features, dtype, group in itertools.product(
         (2880, 3840, 4096), (torch.bfloat16, torch.float16), (32, 64, 128)
     ):
-        arranged = name.endswith("_arranged")
         wanted = {"int4": group, "int4_arranged": 128}.get(name, 32)
-        if in_features % group or group != wanted or (arranged and in_features % 128):
+        if in_features % group or group != wanted or FORMATS[name].why_not(1000, in_features, None):
             continue
         weight = random_weight(name, 1000, in_features, group)
         x = torch.randn(200, in_features, device="cuda", generator=generator).to(dtype)
@@ -169,6 +170,33 @@ def check(name: str, tilings: list[str]) -> Iterator[str]:
                 f"check {name}, {in_features} inputs, groups of {group}, {dtype}, {tiling}: {worst:.3f} of what "
                 f"rounding may be{'' if worst <= 1 else ' WRONG'}; {equal}"
             )
+
+
+def check_experts(name: str) -> Iterator[str]:
+    """Compare what the op does with experts with float64, with the Triton kernel, and with rows in other company."""
+    weight, form = random_stack(name, "experts_down"), FORMATS[name]
+    weight = [part[:8].contiguous() for part in weight]
+    weight[0] = weight[0].roll(1, 0)  # experts that are not alike
+    inputs = EXPERT_PRODUCTS["experts_down"][1]
+    bias = torch.randn(8, EXPERT_PRODUCTS["experts_down"][0], device="cuda").bfloat16()
+    for rows in (1, 4, 33, 128, 300):
+        x, ids = torch.randn(rows, inputs, device="cuda").bfloat16(), torch.randint(0, 7, (rows,), device="cuda")
+        dense = form.dequantise(weight, torch.float64)
+        place = torch.arange(rows, device="cuda")
+        expected = torch.einsum("si,eoi->eso", x.double(), dense)[ids, place] + bias[ids].double()
+        spread = torch.einsum("si,eoi->eso", x.double().abs(), dense.abs())[ids, place] + bias[ids].double().abs()
+        found = packed_expert_linear(x, weight, bias, ids, format=name)
+        error = (found.double() - expected).abs() / (
+            (inputs + 3) * 2.0**-24 * spread + torch.finfo(x.dtype).eps / 2 * expected.abs()
+        )
+        by_tiles = PACKED_EXPERT_LINEAR.form("triton")(x, weight, bias, ids, format=name)
+        last = packed_expert_linear(x[-1:], weight, bias, ids[-1:], format=name)
+        equal = torch.equal(found, by_tiles) and torch.equal(found[-1:], last)
+        worst = float(error.max())
+        yield (
+            f"check experts in {name}, {rows} rows: {worst:.3f} of what rounding may be{'' if worst <= 1 else ' WRONG'}; "
+            f"{'equal bits' if equal else 'OTHER BITS'}"
+        )
 
 
 def copies(make: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
@@ -227,6 +255,8 @@ def main() -> None:
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     for name in [] if given.no_check else given.formats:
         for line in check(name, [*given.tilings[:1], "table", "op"]):
+            print(line, flush=True)
+        for line in check_experts(name) if given.experts else ():
             print(line, flush=True)
     print(f"checked after {time.monotonic() - begin:.0f} s", flush=True)
     for shape in given.experts:

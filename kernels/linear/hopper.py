@@ -102,7 +102,7 @@ def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, width], getattr(gl, str(dtype).removeprefix("torch.")))
 
 
-def _descriptor(matrix: Tensor, rows: int, width: int) -> TensorDescriptor:
+def descriptor(matrix: Tensor, rows: int, width: int) -> TensorDescriptor:
     """A descriptor of ``matrix`` for the tensor memory accelerator, in blocks of ``rows`` rows of ``width`` entries.
 
     Reads beyond the edges give 0.
@@ -146,7 +146,7 @@ def covers_packed(x: Tensor, words: Tensor, scales: Scales, gated: bool, scaled:
     """Whether :func:`launch` can compute a product with words and scales, and larger tiles are not better."""
     inner = x.shape[-1]
     rows = x.numel() // inner
-    if rows > MOST_PACKED_ROWS or not scales.arranged or scales.group != BLOCK_K or x.dtype.itemsize != 2:
+    if rows > MOST_PACKED_ROWS or not scales.arranged or x.dtype.itemsize != 2 or {scales.group, scales.dot_k} != {BLOCK_K}:
         return False
     plan = _packed_plan(rows, words.shape[0], inner, gated, words.shape[1] * 8 == inner)
     if scaled and plan.groups * plan.tiling.block_n > 8192:  # they would not fit the registers
@@ -154,7 +154,7 @@ def covers_packed(x: Tensor, words: Tensor, scales: Scales, gated: bool, scaled:
     row_bytes = words.shape[1] * words.element_size() * BLOCK_K // inner
     if _packed_bytes(plan, 2 if gated else 1, row_bytes, scales) > gpus.HOPPER.shared_bytes:
         return False
-    return _is_reachable(x) and words.is_contiguous() and words.data_ptr() % 16 == 0
+    return is_reachable(x) and words.is_contiguous() and words.data_ptr() % 16 == 0
 
 
 @functools.cache
@@ -177,10 +177,10 @@ def covers(x: Tensor, weight: Tensor, gated: bool, scaled: bool) -> bool:
     plan = _plan(rows, weight_rows, inner, gated)
     if plan is None or (scaled and plan.groups * plan.tiling.block_n > 8192):  # they would not fit the registers
         return False
-    return _is_reachable(x) and _is_reachable(weight)
+    return is_reachable(x) and is_reachable(weight)
 
 
-def _is_reachable(x: Tensor) -> bool:
+def is_reachable(x: Tensor) -> bool:
     """Whether the accelerator can read the rows of ``x``, whose width is a multiple of 8, or a copy of them."""
     distance = _distance(x)
     return distance is None or (x.data_ptr() % 16 == 0 and distance % 8 == 0 and distance >= x.shape[-1])
@@ -223,7 +223,7 @@ def launch(product: Product, scales: Scales | None = None) -> None:
     weight_is_constant = int(product.constant_weight and torch.cuda.is_current_stream_capturing())
     width = BLOCK_K * weight.shape[1] // in_features  # of words, eight inputs or so are one entry
     linear_hopper_kernel[(tiles_o * tiles_n, slices if tiling.split else 1)](
-        _descriptor(weight, TILE_O, width), _descriptor(x, tiling.block_n, BLOCK_K), out, product.bias, residual,
+        descriptor(weight, TILE_O, width), descriptor(x, tiling.block_n, BLOCK_K), out, product.bias, residual,
         product.sum_sq, norm_weight, weighted, out_sum_sq, partial, counters, weight_is_constant, rows, out.shape[-1],
         in_features, 0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
         BLOCK_N=tiling.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, SLICES=slices, SPLIT=tiling.split, GROUPS=groups,

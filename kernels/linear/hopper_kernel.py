@@ -37,7 +37,7 @@ _NORM_GROUP = gl.constexpr(linear_triton.NORM_GROUP)
 # Functions without layouts have the same source in both languages.
 _activate = gluon.jit(linear_triton.activate.fn)
 _sum_in_any_order = gluon.jit(linear_triton.sum_in_any_order.fn)
-_OUT = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
+OUT = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 """The layout of tiles ``[64, BLOCK_N]`` in memory accesses: a thread has 8 neighbouring entries of a result row."""
 
 
@@ -82,7 +82,7 @@ def _multiply(
 @gluon.jit
 def _norm_scale(sum_sq_ptr, first_n, rows, in_features, norm_eps, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
     """The scale ``[BLOCK_N]`` of the norm before the product; ones if there is no norm."""
-    scale = gl.full([BLOCK_N], 1.0, gl.float32, gl.SliceLayout(0, _OUT))
+    scale = gl.full([BLOCK_N], 1.0, gl.float32, gl.SliceLayout(0, OUT))
     if sum_sq_ptr is not None:
         layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
         n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -91,14 +91,14 @@ def _norm_scale(sum_sq_ptr, first_n, rows, in_features, norm_eps, BLOCK_N: gl.co
         mask = (group < groups)[:, None] & (n < rows)[None, :]
         sum_sq = gl.load(sum_sq_ptr + n[None, :] * groups + group[:, None], mask=mask, other=0.0)
         mean = _sum_in_any_order(sum_sq, 0) / in_features
-        scale = gl.convert_layout(gl.rsqrt(mean + norm_eps), gl.SliceLayout(0, _OUT))
+        scale = gl.convert_layout(gl.rsqrt(mean + norm_eps), gl.SliceLayout(0, OUT))
     return scale
 
 
 @gluon.jit
 def _load_residual(residual_ptr, o, n, mask, residual_stride):
     """Load the residual of a tile of the result; zeros if there is none."""
-    residual = gl.zeros([o.shape[0], n.shape[0]], gl.float32, _OUT)
+    residual = gl.zeros([o.shape[0], n.shape[0]], gl.float32, OUT)
     if residual_ptr is not None:
         addresses = residual_ptr + n.to(gl.int64)[None, :] * residual_stride + o[:, None]
         residual = gl.load(addresses, mask=mask, other=0.0).to(gl.float32)
@@ -108,7 +108,7 @@ def _load_residual(residual_ptr, o, n, mask, residual_stride):
 @gluon.jit
 def _load_norm_weight(norm_weight_ptr, o, out_features, norm_offset):
     """Load the weight of the norm that follows; zeros if there is none."""
-    norm_weight = gl.zeros([o.shape[0]], gl.float32, gl.SliceLayout(1, _OUT))
+    norm_weight = gl.zeros([o.shape[0]], gl.float32, gl.SliceLayout(1, OUT))
     if norm_weight_ptr is not None:
         norm_weight = gl.load(norm_weight_ptr + o, mask=o < out_features, other=0.0).to(gl.float32) + norm_offset
     return norm_weight
@@ -121,7 +121,7 @@ def _merge(y, second, partial_ptr, counter_ptr, tile, tiles_o, n, rows, TILES: g
     The scratch memory holds products ``[SLICES, rows, tiles * 64]``. Returns the sums, and whether this program is
     last.
     """
-    o = gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
+    o = gl.arange(0, _TILE_O, gl.SliceLayout(1, OUT))
     real = (n < rows)[None, :]
     width = tiles_o * TILES * _TILE_O
     stride = gl.cast(rows, gl.int64) * width
@@ -133,8 +133,8 @@ def _merge(y, second, partial_ptr, counter_ptr, tile, tiles_o, n, rows, TILES: g
     last = gl.atomic_add(counter_ptr + gl.program_id(0), 1, sem="acq_rel") == SLICES - 1
     if last:
         gl.store(counter_ptr + gl.program_id(0), 0)
-        y = gl.zeros([_TILE_O, y.shape[1]], gl.float32, _OUT)
-        second = gl.zeros([_TILE_O, y.shape[1]], gl.float32, _OUT)
+        y = gl.zeros([_TILE_O, y.shape[1]], gl.float32, OUT)
+        second = gl.zeros([_TILE_O, y.shape[1]], gl.float32, OUT)
         for k_slice in gl.static_range(SLICES):
             y += gl.load(at + k_slice * stride, mask=real, other=0.0, cache_modifier=".cg")
             if TILES == 2:
@@ -258,8 +258,8 @@ def linear_hopper_kernel(
             WARP_GROUPS, TILES, SCALE_ROWS,
         )  # fmt: skip
     fill_x(x, x_ring, barriers, first_n, begin, OWN_SLICES * BLOCKS, BLOCK_K, PARTS, STAGES, WARP_GROUPS, PDL)
-    o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
-    n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _OUT))
+    o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, OUT))
+    n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))
     mask = (o < out_features)[:, None] & (n < rows)[None, :]
     # The operands of the epilogue arrive during the product.
     scale = _norm_scale(sum_sq_ptr, first_n, rows, in_features, norm_eps, BLOCK_N, GROUPS)
@@ -280,7 +280,7 @@ def linear_hopper_kernel(
         )
     for stage in gl.static_range(WARP_GROUPS * STAGES):
         mbarrier.invalidate(barriers.index(stage))
-    y, second = gl.convert_layout(y, _OUT), gl.convert_layout(second, _OUT)
+    y, second = gl.convert_layout(y, OUT), gl.convert_layout(second, OUT)
     finish = True
     if SPLIT:
         y, second, finish = _merge(

@@ -2,8 +2,8 @@
 
 Each lane reads its own words from the ring, 16 bytes at a time, and expands them into the registers in which ``wgmma``
 takes that operand (:mod:`specgraph.kernels.packed.arranged`). A tile is expanded while the one before is multiplied.
-The sums of 128 inputs, which have one scale, are multiplied with it and added to those before, as in
-:mod:`specgraph.kernels.linear.multiply_packed`, which gives the same bits.
+The sums of 128 inputs, which have one scale, are multiplied with it and added to those before; numbers of ``mxfp4`` are
+multiplied with theirs beforehand. So does :mod:`specgraph.kernels.linear.multiply_packed`, which gives the same bits.
 """
 
 # Gluon's functions have no types.
@@ -17,10 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from specgraph.kernels.linear.hopper_ring import request_weight, request_x
-from specgraph.kernels.linear.multiply_packed import expand_arranged, per_word
+from specgraph.kernels.linear.multiply_packed import expand_arranged, factor_pair, per_word
 
 # Functions without layouts have the same source in both languages.
 _expand_arranged = gluon.jit(expand_arranged.fn)
+_factor_pair = gluon.jit(factor_pair.fn)
 _SCALES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 """Scales ``[rows, groups]`` in memory accesses: a thread has neighbouring groups of a row."""
 _QUADS = [[1, 0], [2, 0], [4, 0]]
@@ -34,6 +35,10 @@ _WIDE_WORDS = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], *_QUADS], _WARPS, [], [64, 32])
 )
 """The same for words ``[64, 32]`` of 128 inputs of eight bits, of which a thread has eight."""
+_GROUPED_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 4], [0, 8], [8, 0]], [[0, 1], [0, 2], *_QUADS], _WARPS, [], [64, 16])
+)
+"""The same for words ``[64, 16]`` of which those of 32 inputs are neighbours: a thread has one of each 32."""
 
 
 @triton.constexpr_function
@@ -79,10 +84,18 @@ def _keep_scales(loaded):
 
 
 @gluon.jit
-def _expand(words, FORMAT: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr):
-    """The operand ``[64, 128]`` from the words of shared memory."""
-    words = words.load(_WORDS if per_word(FORMAT) == 8 else _WIDE_WORDS)
-    return gl.convert_layout(_expand_arranged(words, FORMAT, HALF), layout, assert_trivial=True)
+def _expand(words, scales, place, FORMAT: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr):
+    """The operand ``[64, 128]`` from the words of shared memory, and of ``mxfp4`` from their scales."""
+    factor = None
+    if FORMAT == "mxfp4":
+        words = words.load(_GROUPED_WORDS)
+        # ---- exponents of four groups [64], and the place of that of each word [16]
+        exponents = scales.index(place).load(gl.SliceLayout(1, _GROUPED_WORDS))
+        shift = gl.arange(0, 16, gl.SliceLayout(0, _GROUPED_WORDS)) // 4 * 8
+        factor = _factor_pair((exponents[:, None] >> shift[None, :]) & 255)
+    else:
+        words = words.load(_WORDS if per_word(FORMAT) == 8 else _WIDE_WORDS)
+    return gl.convert_layout(_expand_arranged(words, factor, FORMAT, HALF), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -112,6 +125,80 @@ def _add_scaled(total, sums, scales, place, x_scales, block, SCALED: gl.constexp
 
 
 @gluon.jit
+def _add_scaled_sums(
+    first, second, ring, x_ring, scales, x_scales, stage, turn, OWN: gl.constexpr, FIRST: gl.constexpr,
+    SECOND: gl.constexpr, PARTS: gl.constexpr, TILES: gl.constexpr, FORMAT: gl.constexpr, HALF: gl.constexpr,
+    SCALED: gl.constexpr,
+):
+    """Add the products of a stage to those of one or two tiles, ``[64, BLOCK_N]``, each block's times its scale."""
+    layout: gl.constexpr = first.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    BLOCK_N: gl.constexpr = first.shape[1]
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, layout)
+    last = zeros
+    b = zeros
+    # ---- the tiles of a stage in turn; one product is under way while the next operand is expanded
+    for part in gl.static_range(PARTS):
+        block = turn * PARTS + part
+        place = stage * PARTS + part
+        columns = x_ring.index(place).permute((1, 0))
+        a = _expand(ring.index(place * TILES), scales, 0, FORMAT, HALF, operand)
+        sums = warpgroup_mma(a, columns, zeros, use_acc=False, is_async=True)
+        if part > 0:
+            last, b = warpgroup_mma_wait(1, deps=(last, b))
+            done = block - 1
+            if TILES == 2:
+                second = _add_scaled(second, last, scales, SECOND + done, x_scales, OWN + done, SCALED)
+            else:
+                first = _add_scaled(first, last, scales, FIRST + done, x_scales, OWN + done, SCALED)
+        if TILES == 2:
+            b = _expand(ring.index(place * TILES + 1), scales, 0, FORMAT, HALF, operand)
+            last = warpgroup_mma(b, columns, zeros, use_acc=False, is_async=True)
+            sums, a = warpgroup_mma_wait(1, deps=(sums, a))
+            first = _add_scaled(first, sums, scales, FIRST + block, x_scales, OWN + block, SCALED)
+        else:
+            last = sums
+            b = a
+    last, b = warpgroup_mma_wait(0, deps=(last, b))
+    block = turn * PARTS + PARTS - 1
+    if TILES == 2:
+        second = _add_scaled(second, last, scales, SECOND + block, x_scales, OWN + block, SCALED)
+    else:
+        first = _add_scaled(first, last, scales, FIRST + block, x_scales, OWN + block, SCALED)
+    return first, second
+
+
+@gluon.jit
+def _add_scaled_numbers(
+    first, second, ring, x_ring, scales, stage, turn, FIRST: gl.constexpr, SECOND: gl.constexpr, PARTS: gl.constexpr,
+    TILES: gl.constexpr, HALF: gl.constexpr,
+):
+    """The same for ``mxfp4``, whose numbers are multiplied with their scales."""
+    layout: gl.constexpr = first.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    b = first
+    for part in gl.static_range(PARTS):
+        block = turn * PARTS + part
+        place = stage * PARTS + part
+        columns = x_ring.index(place).permute((1, 0))
+        a = _expand(ring.index(place * TILES), scales, FIRST + block, "mxfp4", HALF, operand)
+        first = warpgroup_mma(a, columns, first, is_async=True)
+        # ---- one product is under way while the next operand is expanded
+        if TILES == 2:
+            if part > 0:
+                second, b = warpgroup_mma_wait(1, deps=(second, b))
+            b = _expand(ring.index(place * TILES + 1), scales, SECOND + block, "mxfp4", HALF, operand)
+            second = warpgroup_mma(b, columns, second, is_async=True)
+            first, a = warpgroup_mma_wait(1, deps=(first, a))
+        else:
+            if part > 0:
+                first, b = warpgroup_mma_wait(1, deps=(first, b))
+            b = a
+    first, second, b = warpgroup_mma_wait(0, deps=(first, second, b))
+    return first, second
+
+
+@gluon.jit
 def _multiply_group(given, sizes, GROUP: gl.constexpr):
     """Compute the part of a group of warps in the products of one or two tiles, ``[64, BLOCK_N]`` each.
 
@@ -132,7 +219,6 @@ def _multiply_group(given, sizes, GROUP: gl.constexpr):
     SCALED: gl.constexpr = sizes[10]
     OWN: gl.constexpr = GROUP * OWN_SLICES * BLOCKS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     HALF: gl.constexpr = x.dtype.is_fp16()
     TURNS: gl.constexpr = BLOCKS // PARTS
     FIRST: gl.constexpr = GROUP * TILES * _padded(OWN_SLICES * BLOCKS)
@@ -146,36 +232,15 @@ def _multiply_group(given, sizes, GROUP: gl.constexpr):
         for turn in range(k_slice * TURNS, (k_slice + 1) * TURNS):
             stage = GROUP * STAGES + turn % STAGES
             mbarrier.wait(barriers.index(stage), (turn // STAGES) & 1)
-            last = zeros
-            b = zeros
-            # ---- the tiles of a stage in turn; one product is under way while the next operand is expanded
-            for part in gl.static_range(PARTS):
-                block = turn * PARTS + part
-                place = stage * PARTS + part
-                columns = x_ring.index(place).permute((1, 0))
-                a = _expand(ring.index(place * TILES), FORMAT, HALF, operand)
-                sums = warpgroup_mma(a, columns, zeros, use_acc=False, is_async=True)
-                if part > 0:
-                    last, b = warpgroup_mma_wait(1, deps=(last, b))
-                    done = block - 1
-                    if TILES == 2:
-                        second = _add_scaled(second, last, scales, SECOND + done, x_scales, OWN + done, SCALED)
-                    else:
-                        first = _add_scaled(first, last, scales, FIRST + done, x_scales, OWN + done, SCALED)
-                if TILES == 2:
-                    b = _expand(ring.index(place * TILES + 1), FORMAT, HALF, operand)
-                    last = warpgroup_mma(b, columns, zeros, use_acc=False, is_async=True)
-                    sums, a = warpgroup_mma_wait(1, deps=(sums, a))
-                    first = _add_scaled(first, sums, scales, FIRST + block, x_scales, OWN + block, SCALED)
-                else:
-                    last = sums
-                    b = a
-            last, b = warpgroup_mma_wait(0, deps=(last, b))
-            block = turn * PARTS + PARTS - 1
-            if TILES == 2:
-                second = _add_scaled(second, last, scales, SECOND + block, x_scales, OWN + block, SCALED)
+            if FORMAT == "mxfp4":
+                first, second = _add_scaled_numbers(
+                    first, second, ring, x_ring, scales, stage, turn, FIRST, SECOND, PARTS, TILES, HALF
+                )
             else:
-                first = _add_scaled(first, last, scales, FIRST + block, x_scales, OWN + block, SCALED)
+                first, second = _add_scaled_sums(
+                    first, second, ring, x_ring, scales, x_scales, stage, turn, OWN, FIRST, SECOND, PARTS, TILES, FORMAT,
+                    HALF, SCALED,
+                )  # fmt: skip
             following = turn + STAGES
             needed = following < OWN_SLICES * TURNS
             block_k = begin + OWN + following * PARTS

@@ -48,6 +48,32 @@ def _int4_source(PAIR, HALF, ARRANGED):
 
 
 @triton.constexpr_function
+def _arranged_mxfp4_source(PAIR, HALF, SCALED):
+    """Signs and magnitudes are moved to their places in bfloat16, where they are ``2 ** -126`` times the number.
+
+    The two factors of ``SCALED`` have ``2 ** 126`` in them. In float16 magnitudes stand three places higher, ``2 ** -14``
+    times the number.
+    """
+    found = (
+        "shl.b32 t, $2, 6; and.b32 t, t, 0x81C081C0;",
+        "shl.b32 t, $2, 2; and.b32 t, t, 0x81C081C0;",
+        "shf.r.wrap.b32 t, $2, $2, 4; and.b32 t, t, 0x81C081C0;",
+        "and.b32 a, $2, 0x81808180; shr.u32 t, $2, 8; lop3.b32 t, t, 0x00400040, a, 0xEA;",
+    )[PAIR]
+    if HALF:
+        found += """
+            and.b32 a, t, 0x80008000; shl.b32 t, t, 3; lop3.b32 t, t, 0x0E000E00, a, 0xEA;
+            mov.b32 a, 0x74007400; mul.rn.f16x2 t, t, a;"""
+    else:
+        found += f"mov.b32 a, {'$3' if SCALED else '0x7E807E80'}; mul.rn.bf16x2 t, t, a;"
+    return f"""{{
+        .reg .b32 a, t;
+        {found}
+        mov.b32 {{$0, $1}}, t;
+    }}"""
+
+
+@triton.constexpr_function
 def _mxfp4_source(PAIR, HALF, SCALED):
     """In bfloat16 the three lowest bits of a number are the lowest of the exponent and the highest of the mantissa, so
     that they are ``2 ** -126`` times its magnitude. Bits of both halves are moved there by one product of integers.
@@ -107,17 +133,38 @@ def _fp8_source(PAIR):
 def pair_source(PAIR, FORMAT, ARRANGED, HALF, SCALED):
     if FORMAT == "int4":
         return _int4_source(PAIR, HALF, ARRANGED)
-    return _fp8_source(PAIR) if FORMAT == "fp8_blocks" else _mxfp4_source(PAIR, HALF, SCALED)
+    if FORMAT == "mxfp4":
+        return _arranged_mxfp4_source(PAIR, HALF, SCALED) if ARRANGED else _mxfp4_source(PAIR, HALF, SCALED)
+    return _fp8_source(PAIR)
 
 
 @triton.jit
-def _number(words, PLACE: tl.constexpr, FORMAT: tl.constexpr):
+def _arranged_mxfp4_code(words, PLACE: tl.constexpr):
+    """The four bits of one of the numbers of every word, whose sign and magnitude are moved to bits 15 and 8 to 6."""
+    words = words.to(tl.uint32, bitcast=True)
+    if PLACE % 4 == 0:
+        words = words << 6
+    elif PLACE % 4 == 1:
+        words = words << 2
+    elif PLACE % 4 == 2:
+        words = (words >> 4) | (words << 28)
+    else:
+        words = (words & 0x81808180) | ((words >> 8) & 0x00400040)
+    half = (words >> (16 * (PLACE // 4))).to(tl.int32)
+    return ((half >> 12) & 8) | ((half >> 6) & 7)
+
+
+@triton.jit
+def _number(words, PLACE: tl.constexpr, FORMAT: tl.constexpr, ARRANGED: tl.constexpr):
     """The number at one place of every word, in float32."""
     if FORMAT == "fp8_blocks":
         code = (words >> (8 * PLACE)) & 255
         number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        code = (words >> (4 * PLACE)) & 15
+        if FORMAT == "mxfp4" and ARRANGED:
+            code = _arranged_mxfp4_code(words, PLACE)
+        else:
+            code = (words >> (4 * PLACE)) & 15
         if FORMAT == "int4":
             number = (code - 8).to(tl.float32)
         else:
@@ -133,14 +180,17 @@ def _pair(
 ):
     """One pair of the numbers of every word: ``[O, W, 2]``, in float16 if ``HALF``, else in bfloat16.
 
-    They are multiplied with ``factor``, unless it is None.
+    They are multiplied with ``factor``, unless it is None. Of numbers that are arranged it is a pair in an int32, with
+    ``2 ** 126`` in it.
     """
     KIND: tl.constexpr = tl.float16 if HALF else tl.bfloat16
     if INTERPRETED:
         APART: tl.constexpr = ARRANGED and per_word(FORMAT) == 8
-        first = _number(words, PAIR if APART else 2 * PAIR, FORMAT)
-        second = _number(words, PAIR + 4 if APART else 2 * PAIR + 1, FORMAT)
+        first = _number(words, PAIR if APART else 2 * PAIR, FORMAT, ARRANGED)
+        second = _number(words, PAIR + 4 if APART else 2 * PAIR + 1, FORMAT, ARRANGED)
         if factor is not None:
+            if ARRANGED:
+                factor = (factor & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(tl.float32) * 2.0**-126
             first *= factor.to(tl.float32)
             second *= factor.to(tl.float32)
         first = first.to(KIND)
@@ -152,27 +202,35 @@ def _pair(
         )  # fmt: skip
     else:
         first, second = tl.inline_asm_elementwise(
-            pair_source(PAIR, FORMAT, ARRANGED, HALF, True), "=h,=h,r,h", [words, factor],
+            pair_source(PAIR, FORMAT, ARRANGED, HALF, True), "=h,=h,r,r" if ARRANGED else "=h,=h,r,h", [words, factor],
             dtype=(tl.float16, tl.float16) if HALF else (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
         )  # fmt: skip
     return tl.join(first, second)
 
 
 @triton.jit
-def expand_arranged(words, FORMAT: tl.constexpr, HALF: tl.constexpr):
-    """The operand ``[O, K]`` from words ``[O, W]`` that are arranged, whose inputs have their own order."""
+def expand_arranged(words, factor, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """The operand ``[O, K]`` from words ``[O, W]`` that are arranged, whose inputs have their own order.
+
+    ``factor`` ``[O, W]`` is that of :func:`_pair`.
+    """
     LINES: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
-    pairs = tl.join(_pair(words, None, 0, FORMAT, True, HALF), _pair(words, None, 1, FORMAT, True, HALF))
+    pairs = tl.join(_pair(words, factor, 0, FORMAT, True, HALF), _pair(words, factor, 1, FORMAT, True, HALF))
     if per_word(FORMAT) == 4:
         # ---- [O, lane, 16 inputs, one of a pair, half of 16 inputs]
         pairs = tl.permute(tl.reshape(pairs, (LINES, 4, W // 4, 2, 2)), (0, 2, 4, 1, 3))
         numbers = tl.reshape(pairs, (LINES, 4 * W))
     else:
-        others = tl.join(_pair(words, None, 2, FORMAT, True, HALF), _pair(words, None, 3, FORMAT, True, HALF))
-        # ---- [O, lane, 32 inputs, one of a pair, half of 16 inputs, half of 32]
-        pairs = tl.reshape(tl.join(pairs, others), (LINES, 4, W // 4, 2, 2, 2))
-        numbers = tl.reshape(tl.permute(pairs, (0, 2, 5, 4, 1, 3)), (LINES, 8 * W))
+        others = tl.join(_pair(words, factor, 2, FORMAT, True, HALF), _pair(words, factor, 3, FORMAT, True, HALF))
+        pairs = tl.join(pairs, others)
+        if FORMAT == "mxfp4":
+            # ---- [O, 32 inputs, lane, one of a pair, half of 16 inputs, half of 32]
+            pairs = tl.permute(tl.reshape(pairs, (LINES, W // 4, 4, 2, 2, 2)), (0, 1, 5, 4, 2, 3))
+        else:
+            # ---- [O, lane, 32 inputs, one of a pair, half of 16 inputs, half of 32]
+            pairs = tl.permute(tl.reshape(pairs, (LINES, 4, W // 4, 2, 2, 2)), (0, 2, 5, 4, 1, 3))
+        numbers = tl.reshape(pairs, (LINES, 8 * W))
     return numbers
 
 
@@ -180,25 +238,25 @@ def expand_arranged(words, FORMAT: tl.constexpr, HALF: tl.constexpr):
 def expand(words, factor, FORMAT: tl.constexpr, ARRANGED: tl.constexpr, HALF: tl.constexpr):
     """The operand ``[O, K]`` from ``[O, W]`` words, in the order of :func:`order`: float16 if ``HALF``, or bfloat16.
 
-    ``factor`` ``[O, 4]`` in bfloat16 multiplies the numbers of each quarter of the words, unless it is None.
+    ``factor`` ``[O, 4]`` in bfloat16 multiplies the numbers of each quarter of the words, unless it is None. Of arranged
+    words it is that of :func:`expand_arranged`.
     """
     LINES: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     if ARRANGED:
-        return expand_arranged(words, FORMAT, HALF)
-    # ---- from the order of memory, lane by lane, to the one in which lanes take turns
-    words = tl.reshape(tl.permute(tl.reshape(words, (LINES, 4, W // 4)), (0, 2, 1)), (LINES, W))
-    if factor is not None:
-        factor = tl.reshape(tl.broadcast_to(factor[:, None, :], (LINES, W // 4, 4)), (LINES, W))
-    if per_word(FORMAT) == 8:
-        pairs = tl.join(
-            tl.join(_pair(words, factor, 0, FORMAT, False, HALF), _pair(words, factor, 2, FORMAT, False, HALF)),
-            tl.join(_pair(words, factor, 1, FORMAT, False, HALF), _pair(words, factor, 3, FORMAT, False, HALF)),
-        )
-        return tl.reshape(tl.permute(pairs, (0, 3, 4, 1, 2)), (LINES, 8 * W))
+        numbers = expand_arranged(words, factor, FORMAT, HALF)
     else:
+        # ---- from the order of memory, lane by lane, to the one in which lanes take turns
+        words = tl.reshape(tl.permute(tl.reshape(words, (LINES, 4, W // 4)), (0, 2, 1)), (LINES, W))
+        if factor is not None:
+            factor = tl.reshape(tl.broadcast_to(factor[:, None, :], (LINES, W // 4, 4)), (LINES, W))
         pairs = tl.join(_pair(words, factor, 0, FORMAT, False, HALF), _pair(words, factor, 1, FORMAT, False, HALF))
-        return tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (LINES, 4 * W))
+        if per_word(FORMAT) == 8:
+            others = tl.join(_pair(words, factor, 2, FORMAT, False, HALF), _pair(words, factor, 3, FORMAT, False, HALF))
+            numbers = tl.reshape(tl.permute(tl.join(pairs, others), (0, 4, 3, 1, 2)), (LINES, 8 * W))
+        else:
+            numbers = tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (LINES, 4 * W))
+    return numbers
 
 
 @triton.jit
@@ -240,6 +298,12 @@ def power_of_two(exponent, SINGLE: tl.constexpr):
     else:
         power = tl.where(bits > 0, bits << 7, 0x40).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return power
+
+
+@triton.jit
+def factor_pair(exponent):
+    """Twice ``2 ** (exponent - 1)`` in bfloat16, in one int32."""
+    return exponent * 0x00800080 + 0x3F003F00
 
 
 @triton.jit
@@ -291,14 +355,16 @@ def multiply_packed(
     """Compute one slice of the product: ``[BLOCK_O, BLOCK_N]``.
 
     ``DOT_K`` inputs are multiplied at a time. Their sum is multiplied with the scale of ``GROUP`` inputs, of which they
-    are a part, or, if they are several groups of ``mxfp4``, their numbers are multiplied with scales beforehand. Rows
-    of ``ALIGNED_WORDS`` begin at multiples of 16 bytes and are as long.
+    are a part, or, if they are several groups of ``mxfp4``, their numbers are multiplied with scales beforehand; of
+    arranged ones, a scale holds the exponents of four groups. Rows of ``ALIGNED_WORDS`` begin at multiples of 16 bytes
+    and are as long.
     """
     PER_WORD: tl.constexpr = per_word(FORMAT)
     WORDS: tl.constexpr = DOT_K // PER_WORD
     X_TYPE: tl.constexpr = x_rows.dtype.element_ty
     HALF: tl.constexpr = X_TYPE.is_fp16()
     SCALE_TYPE: tl.constexpr = scale_rows.dtype.element_ty
+    EXPONENTS: tl.constexpr = FORMAT == "mxfp4" and ARRANGED
     word = tl.arange(0, WORDS)
     k = order(DOT_K, PER_WORD, ARRANGED)
     acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
@@ -330,8 +396,15 @@ def multiply_packed(
                     exponent = tl.load(scale_tile, mask=(group * GROUP < in_features)[None, :], other=127)
                 factor = power_of_two(exponent, False)
                 acc = tl.dot(expand(words, factor, FORMAT, ARRANGED, HALF).to(X_TYPE), x, acc, input_precision="ieee")
+            elif EXPONENTS and DOT_K == GROUP:
+                # ---- a scale is the exponents of four groups, whose words are neighbours: factors [BLOCK_O, WORDS]
+                factor = factor_pair((scale[:, None] >> (word // 4 * 8)[None, :]) & 255)
+                scale, x_scale = _load_scales(scale_rows, x_scale_rows, real, first + DOT_K, in_features, GROUP)
+                acc = tl.dot(expand(words, factor, FORMAT, ARRANGED, HALF).to(X_TYPE), x, acc, input_precision="ieee")
             else:
                 sums = tl.dot(expand(words, None, FORMAT, ARRANGED, HALF).to(X_TYPE), x, input_precision="ieee")
+                if EXPONENTS:
+                    scale = power_of_two((scale >> (part % 4 * 8)) & 255, True)
                 factor = tl.broadcast_to(_scale_factor(scale, SCALE_TYPE)[:, None], (BLOCK_O, BLOCK_N))
                 if x_scale_rows is not None:
                     factor *= x_scale[None, :]

@@ -6,12 +6,15 @@ a stack of weights in a format (:mod:`specgraph.kernels.packed.format`).
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import check_shapes, require
+from specgraph.kernels.launch import runs_gluon
 from specgraph.kernels.linear.experts import (
     ExpertLinear,
     Tiles,
@@ -20,9 +23,10 @@ from specgraph.kernels.linear.experts import (
     packed_tiles,
 )
 from specgraph.kernels.linear.linear import Linear, linear_reference
-from specgraph.kernels.ops import declare, not_float64, triton_or_reference
+from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.packed.arranged import Arranged
 from specgraph.kernels.packed.formats import format_of
-from specgraph.kernels.packed.operands import packed_operands
+from specgraph.kernels.packed.operands import packed_operands, packed_words
 
 
 @dataclass(slots=True)
@@ -80,6 +84,30 @@ def packed_expert_linear_triton(given: PackedExpertLinear, *, tiling: Tiles | No
     return out
 
 
+def packed_expert_linear_hopper(given: PackedExpertLinear) -> Tensor:
+    """The same by the kernel for few rows on Hopper, which gives the bits of :func:`packed_expert_linear_triton`."""
+    x, weight = given.x, given.weight
+    operands = packed_words(format_of(given.format), x.shape[1], x.dtype, weight)
+    assert operands is not None, "_hopper_covers has seen them"
+    out = x.new_empty(x.shape[0], weight[0].shape[1])
+    _hopper().launch_experts(out, x, operands[0], given.bias, given.expert_ids, operands[1])
+    return out
+
+
+def _hopper() -> Any:
+    """As :func:`~specgraph.kernels.linear.linear.hopper`."""
+    return importlib.import_module("specgraph.kernels.linear.hopper_experts")
+
+
+def _hopper_covers(given: PackedExpertLinear) -> bool:
+    """Few rows of 16-bit values that are not quantised, and arranged words."""
+    x, form = given.x, format_of(given.format)
+    if not isinstance(form, Arranged) or form.quantises_rows or x.numel() == 0 or not runs_gluon(x.device):
+        return False
+    found = packed_words(form, x.shape[1], x.dtype, given.weight)
+    return found is not None and bool(_hopper().covers_experts(x, *found))
+
+
 def _packed_expert_linear_fake(given: PackedExpertLinear) -> Tensor:
     form, x = format_of(given.format), given.x
     check_shapes(given, x="S I", expert_ids="S")
@@ -95,5 +123,9 @@ def _packed_expert_linear_fake(given: PackedExpertLinear) -> Tensor:
 
 PACKED_EXPERT_LINEAR = declare(
     "packed_expert_linear", PackedExpertLinear, _packed_expert_linear_fake,
-    triton_or_reference(packed_expert_linear_triton, packed_expert_linear_reference, covers=not_float64("x")),
+    (
+        Variant("hopper", packed_expert_linear_hopper, batch_invariant=True, covers=_hopper_covers),
+        *triton_or_reference(packed_expert_linear_triton, packed_expert_linear_reference, covers=not_float64("x")),
+    ),
 )
+packed_expert_linear = PACKED_EXPERT_LINEAR.function

@@ -18,6 +18,7 @@ from specgraph.kernels.linear.product import Scales, as_rows
 from specgraph.kernels.packed.arranged import Arranged
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.fp8 import BLOCK, LARGEST
+from specgraph.kernels.packed.mxfp4 import Mxfp4
 
 LARGEST_DOT = 128
 """How many inputs are multiplied at a time, at most."""
@@ -52,13 +53,15 @@ def packed_words(
     scale = dense_rows(weight[1])
     outputs, group = form.block(inputs, scale)
     dot_k = math.gcd(group, LARGEST_DOT)
-    if form.name == "mxfp4" and dtype != torch.float16:  # which would round a number times a scale
-        dot_k = 4 * group
+    arranged = isinstance(form, Arranged)
+    if isinstance(form, Mxfp4):
+        if dtype != torch.float16:  # which would round a number times a scale
+            dot_k = 4 * group
+        group *= 4 if arranged else 1  # an element has the scales of four
     numbers = dense_rows(weight[0])
     per_word = 4 // numbers.element_size() * form.per_element
     if dot_k < LEAST_DOT or inputs % per_word != 0 or scale.dtype == torch.float64 or not _holds_words(numbers):
         return None
-    arranged = isinstance(form, Arranged)
     name = form.published.name if isinstance(form, Arranged) else form.name
     return numbers.view(torch.int32), Scales(name, scale, outputs, group, dot_k, arranged)
 

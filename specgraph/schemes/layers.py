@@ -26,6 +26,27 @@ class Packed(nn.Module):
 
     format: str
 
+    def _places(self, form: Format) -> list[tuple[str, ...]]:
+        """The names that the tensors of each weight have in a format."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        form = format_of(self.format)
+        if isinstance(form, Arranged):
+            for names, published in zip(self._places(form), self._places(form.published), strict=True):
+                parts = form.restore([destination.pop(f"{prefix}{name}").detach() for name in names])
+                destination.update(zip((f"{prefix}{name}" for name in published), parts, strict=True))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        form = format_of(self.format)
+        if isinstance(form, Arranged):
+            for names, published in zip(self._places(form), self._places(form.published), strict=True):
+                if all(f"{prefix}{name}" in state_dict for name in published):
+                    parts = form.arrange([state_dict.pop(f"{prefix}{name}") for name in published])
+                    state_dict.update(zip((f"{prefix}{name}" for name in names), parts, strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packed:
         stored = format_of(self.format).stored
 
@@ -92,28 +113,15 @@ class PackedLinear(Packed):
         The parameter is replaced by another one with another name, by which its order is known. A state dict has the
         published order and name. Other threads may call the layer meanwhile.
         """
-        form, arranged = format_of(self.format), ARRANGED.get(self.format)
-        numbers, scale = self.weight_parts[:2]
-        if arranged is None or not arranged.takes(self.in_features, scale):
+        form, arranged, weight = format_of(self.format), ARRANGED.get(self.format), self.weight_parts
+        if arranged is None or not arranged.takes(self.in_features, weight[1]):
             return
-        if not hasattr(numbers, "arranged"):  # another layer may have the same parameter
-            numbers.arranged = nn.Parameter(arranged.arrange(numbers), requires_grad=False)  # type: ignore[attr-defined]
-        replaced = {form.parts[0]: (arranged.parts[0], numbers.arranged)}  # type: ignore[attr-defined]
+        replaced = dict(zip(form.parts, zip(arranged.parts, _arranged(arranged, weight), strict=True), strict=True))
         self._parameters = dict(replaced.get(name, (name, value)) for name, value in self._parameters.items())
         self.format = arranged.name
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        form = format_of(self.format)
-        if isinstance(form, Arranged):
-            numbers = destination.pop(f"{prefix}{form.parts[0]}")
-            destination[f"{prefix}{form.published.parts[0]}"] = form.restore(numbers.detach())
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        form = format_of(self.format)
-        if isinstance(form, Arranged) and (published := f"{prefix}{form.published.parts[0]}") in state_dict:
-            state_dict[f"{prefix}{form.parts[0]}"] = form.arrange(state_dict.pop(published))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _places(self, form: Format) -> list[tuple[str, ...]]:
+        return [form.parts]
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
@@ -142,9 +150,34 @@ class PackedExperts(Packed):
 
     forward = experts_hook
 
+    @torch.no_grad()
+    def arrange(self) -> None:
+        """As :meth:`PackedLinear.arrange`, if all stacks can be sorted."""
+        form, arranged = format_of(self.format), ARRANGED.get(self.format)
+        held: Any = self._parameters
+        weights = [[held[name] for name in names] for names in self._places(form)]
+        if arranged is None or not all(
+            arranged.takes(weight[0].shape[-1] * form.per_element, weight[1]) for weight in weights
+        ):
+            return
+        made: dict[str, Any] = {}
+        for names, weight in zip(self._places(arranged), weights, strict=True):
+            made |= zip(names, _arranged(arranged, weight), strict=True)
+        gone = {name for names in self._places(form) for name in names} - made.keys()
+        # Another thread that runs the model finds one of both at any time, for it looks for the published one first.
+        self._parameters = held | made
+        self._parameters = {name: value for name, value in (held | made).items() if name not in gone}
+        self.format = arranged.name
+
+    def _places(self, form: Format) -> list[tuple[str, ...]]:
+        numbers = format_of(self.format).stack_parts[0]
+        held = [stack for stack in STACKS if f"{stack}{numbers}" in self._parameters]
+        return [tuple(f"{stack}{part}" for part in form.stack_parts) for stack in held]
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         form = format_of(self.format)
+        form = form.published if isinstance(form, Arranged) else form
         for name in STACKS:
             key = f"{prefix}{name}{form.stack_parts[0]}"
             if key in destination:
@@ -207,5 +240,16 @@ def _packed_class(kind: Any) -> type[nn.Module]:
 def arrange_weights(model: nn.Module) -> None:
     """Sort the packed weights of a model for the GPU that it is on, one after the other; nothing on a CPU."""
     for module in model.modules():
-        if isinstance(module, PackedLinear) and module.weight_parts[0].device.type == "cuda":
+        if isinstance(module, PackedLinear | PackedExperts) and next(module.parameters()).device.type == "cuda":
             module.arrange()
+
+
+def _arranged(form: Arranged, weight: Sequence[Any]) -> list[Any]:
+    """The parameters of a weight in the order of a GPU. Modules that share the weight share them, too."""
+    made = getattr(weight[0], "arranged", None)
+    if made is None or made[0] is not weight[1]:
+        parts = zip(form.arrange(weight), weight, strict=True)
+        made = weight[0].arranged = weight[1], [
+            given if part is given else nn.Parameter(part, requires_grad=False) for part, given in parts
+        ]  # fmt: skip
+    return made[1]

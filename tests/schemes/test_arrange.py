@@ -67,7 +67,7 @@ def test_a_state_dict_goes_into_an_arranged_layer_and_out_of_it(assign: bool) ->
 
 def test_numbers_are_sorted_once() -> None:
     first, second = layer_of(), layer_of()
-    second.weight_packed = first.weight_packed  # as layers that share a weight have it
+    second.weight_packed, second.weight_scale = first.weight_packed, first.weight_scale  # as layers that share a weight
     expected = first.dequantised(torch.float64)
     for layer in (first, second, first):
         layer.arrange()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specgraph.kernels.packed.arranged import FP8_BLOCKS_ARRANGED, INT4_ARRANGED
+from specgraph.kernels.packed.arranged import FP8_BLOCKS_ARRANGED, INT4_ARRANGED, MXFP4_ARRANGED
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.formats import FORMATS
 
@@ -16,6 +16,7 @@ SHAPES = {
     "int4": (5, 48),
     "int4_arranged": (5, 384),
     "mxfp4": (5, 96),
+    "mxfp4_arranged": (5, 96),
     "fp8_blocks": (200, 144),
     "fp8_blocks_arranged": (200, 256),
 }
@@ -36,11 +37,12 @@ VALUES = {
     "int4": [code - 8.0 for code in range(16)],
     "int4_arranged": [code - 8.0 for code in range(16)],
     "mxfp4": [floating(code, 2, 1) for code in range(16)],
+    "mxfp4_arranged": [floating(code, 2, 1) for code in range(16)],
     "fp8_blocks": [floating(code, 4, 3) for code in range(256)],  # 127 and 255 are no numbers
     "fp8_blocks_arranged": [floating(code, 4, 3) for code in range(256)],
 }
 """What each code means."""
-BITS = {"int4": 4, "int4_arranged": 4, "mxfp4": 4, "fp8_blocks": 8, "fp8_blocks_arranged": 8}
+BITS = {name: 8 if name.startswith("fp8") else 4 for name in SHAPES}
 
 
 def place(name: str, i: int, per_element: int) -> tuple[int, int]:
@@ -51,7 +53,18 @@ def place(name: str, i: int, per_element: int) -> tuple[int, int]:
     block, half, quarter, lane, of_pair = i // 32 % 4, i // 16 % 2, i // 8 % 2, i // 2 % 4, i % 2
     if name.startswith("fp8"):  # eight words of four numbers for a lane
         return i // 128 * 128 + 4 * (8 * lane + 2 * block + half) + 2 * quarter + of_pair, 0
-    return i // 128 * 16 + 4 * lane + block, 4 * of_pair + 2 * half + quarter
+    number = 4 * of_pair + 2 * half + quarter
+    return (i // 32 * 4 + lane if name.startswith("mxfp4") else i // 128 * 16 + 4 * lane + block), number
+
+
+def code_of(name: str, word: int, number: int) -> int:
+    """One of the numbers of an element, whose lowest bits are those of the first one."""
+    if name != "mxfp4_arranged":
+        return word >> BITS[name] * number & (1 << BITS[name]) - 1
+    half, number = divmod(number, 4)
+    low = (0, 4, 10, 14)[number]
+    places = (low, low + 1, low + 2, low + 9) if number < 3 else (low, 7, 8, 15)  # the sign comes last
+    return sum((word >> (16 * half + place) % 32 & 1) << bit for bit, place in enumerate(places))
 
 
 def matrix(name: str, weight: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -59,14 +72,17 @@ def matrix(name: str, weight: Sequence[Tensor], dtype: torch.dtype = torch.float
     numbers, scale = (part.detach().cpu() for part in weight)
     if numbers.dim() == 3:
         return torch.stack([matrix(name, parts, dtype) for parts in zip(numbers, scale, strict=True)])
-    bits, words = BITS[name], numbers.view(torch.int32 if name.startswith("int4") else torch.uint8).tolist()
-    scales = [[2.0 ** (x - 127) if name == "mxfp4" else x for x in row] for row in scale.tolist()]
-    per_word = 8 * numbers.element_size() // bits
-    inputs, values, mask = len(words[0]) * per_word, VALUES[name], (1 << bits) - 1
+    kind = torch.int32 if name.startswith("int4") or name == "mxfp4_arranged" else torch.uint8
+    words = numbers.view(kind).tolist()
+    per_word = 8 * kind.itemsize // BITS[name]
+    inputs, values = len(words[0]) * per_word, VALUES[name]
+    if name == "mxfp4_arranged":  # four exponents in an element
+        scale = torch.stack([scale >> 8 * place & 255 for place in range(4)], -1).flatten(-2)[:, : inputs // 32]
+    scales = [[2.0 ** (x - 127) if name.startswith("mxfp4") else x for x in row] for row in scale.tolist()]
     outer, inner = (128, 128) if name.startswith("fp8") else (1, inputs // len(scales[0]))
     places = [place(name, i, per_word) for i in range(inputs)]
     entries = [
-        [values[words[o][word] >> bits * number & mask] * scales[o // outer][i // inner]
+        [values[code_of(name, words[o][word], number)] * scales[o // outer][i // inner]
          for i, (word, number) in enumerate(places)] for o in range(len(words))
     ]  # fmt: skip
     return torch.tensor(entries, dtype=dtype, device=weight[0].device)
@@ -100,8 +116,12 @@ def random_weight(name: str, experts: int | None = None, seed: int = 0) -> list[
     codes = torch.randint(0, 256, (outputs, inputs * BITS[name] // 8), generator=generator, dtype=torch.uint8)
     if name.startswith("int4"):
         return [codes.view(torch.int32).to(DEVICE), normal(outputs, 3, dtype=torch.bfloat16, seed=seed)]
-    if name == "mxfp4":
-        return [codes.to(DEVICE), torch.randint(120, 130, (outputs, 3), generator=generator).to(torch.uint8).to(DEVICE)]
+    if name.startswith("mxfp4"):
+        exponents = torch.randint(119, 129, (outputs, 3), generator=generator)
+        if name == "mxfp4":
+            return [codes.to(DEVICE), exponents.to(torch.uint8).to(DEVICE)]
+        joined = exponents[:, 0] | exponents[:, 1] << 8 | exponents[:, 2] << 16 | 127 << 24
+        return [codes.to(DEVICE), joined[:, None].to(torch.int32).to(DEVICE)]
     codes[codes & 127 == 127] = 0  # no numbers
     return [codes.view(torch.float8_e4m3fn).to(DEVICE), normal(2, 2, dtype=torch.float32, seed=seed).exp() / 64]
 
@@ -146,15 +166,20 @@ FAULTS: dict[str, dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]] 
 """For each format, weights that are stored in another way."""
 FAULTS["int4_arranged"] = {
     **FAULTS["int4"],
-    "published order": lambda numbers, scale: (INT4_ARRANGED.restore(numbers), scale),
+    "published order": lambda numbers, scale: INT4_ARRANGED.restore((numbers, scale)),
     "lanes and blocks exchanged": lambda numbers, scale: (
         numbers.unflatten(-1, (-1, 4, 4)).mT.flatten(-3).contiguous(),
         scale,
     ),
 }
 FAULTS["fp8_blocks_arranged"] = {
-    **FAULTS["fp8_blocks"], "published order": lambda numbers, scale: (FP8_BLOCKS_ARRANGED.restore(numbers), scale),
+    **FAULTS["fp8_blocks"], "published order": lambda numbers, scale: FP8_BLOCKS_ARRANGED.restore((numbers, scale)),
 }  # fmt: skip
+FAULTS["mxfp4_arranged"] = {
+    "swapped nibbles": FAULTS["mxfp4"]["swapped nibbles"],
+    "published order": lambda numbers, scale: (MXFP4_ARRANGED.restore((numbers, scale))[0], scale),
+    "exponents in the other order": lambda numbers, scale: (numbers, scale.view(torch.uint8).flip(-1).view(torch.int32)),
+}
 EVERY_FAULT = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
 PUBLISHED_FAULTS = [(name, fault) for name, fault in EVERY_FAULT if not name.endswith("_arranged")]
 """Those of formats that files have."""

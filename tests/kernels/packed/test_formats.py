@@ -35,7 +35,7 @@ from tests.kernels.packed.definition import (
 )  # fmt: skip
 
 every_format = pytest.mark.parametrize("name", NAMES)
-GROUPS = {"int4": 16, "int4_arranged": 128, "mxfp4": None, "fp8_blocks": None, "fp8_blocks_arranged": None}
+GROUPS = {**dict.fromkeys(NAMES), "int4": 16, "int4_arranged": 128}
 
 
 # Reading
@@ -57,7 +57,7 @@ def test_every_code_is_the_number_that_it_means(name: str) -> None:
     weight = random_weight(name)
     found = form_of(name).numbers(weight[0], torch.float64)
     assert set(found.flatten().tolist()) == {value for value in VALUES[name] if abs(value) <= 448}
-    ones = torch.full_like(weight[1], 127 if name == "mxfp4" else 1)
+    ones = torch.full_like(weight[1], {"mxfp4": 127, "mxfp4_arranged": 0x7F7F7F7F}.get(name, 1))
     assert torch.equal(found, matrix(name, [weight[0], ones]))
 
 

@@ -30,8 +30,8 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 WEIGHTS = [
     ("int4", 70, 256, 128), ("int4", 70, 192, 64), ("int4", 70, 160, 32), ("int4", 70, 96, 48), ("int4", 70, 512, 256),
     ("int4", 5, 32, 32), ("int4_arranged", 70, 384, 128), ("int4_arranged", 70, 512, 256),
-    ("mxfp4", 70, 160, 32), ("mxfp4", 5, 32, 32), ("fp8_blocks", 200, 320, 128),
-    ("fp8_blocks", 70, 40, 128), ("fp8_blocks", 70, 30, 128), ("fp8_blocks_arranged", 200, 384, 128),
+    ("mxfp4", 70, 160, 32), ("mxfp4", 5, 32, 32), ("mxfp4_arranged", 70, 160, 32), ("mxfp4_arranged", 5, 32, 32),
+    ("fp8_blocks", 200, 320, 128), ("fp8_blocks", 70, 40, 128), ("fp8_blocks", 70, 30, 128), ("fp8_blocks_arranged", 200, 384, 128),
 ]  # fmt: skip
 """Formats, outputs, inputs and the inputs that have one scale. Kernels make the numbers of all but three in registers:
 groups of 48 inputs, and rows that are no whole words."""
@@ -93,9 +93,11 @@ def test_every_number_is_at_its_place(name: str, dtype: torch.dtype) -> None:
         groups = torch.arange(128, dtype=torch.int32) * 7 % 4
         scale = normal(64, 1 if name == "int4_arranged" else 4)
         weight = [words, scale, words[8:16, :4].contiguous(), groups][: len(FORMATS[name].parts)]
-    elif name == "mxfp4":
-        exponents = torch.arange(256) % 252 if dtype == torch.float32 else torch.arange(256) % 12 + 115
+    elif name.startswith("mxfp4"):
+        many = 129 if name.endswith("arranged") else 252
+        exponents = torch.arange(256) % many if dtype == torch.float32 else torch.arange(256) % 12 + 115
         weight = [words, exponents.to(torch.uint8).reshape(64, 4)]
+        weight[1] = weight[1].view(torch.int32) if name.endswith("arranged") else weight[1]
     else:
         codes = codes.reshape(32, 128) if name.endswith("arranged") else codes
         finite = torch.where(codes & 127 == 127, 0, codes)
@@ -113,7 +115,7 @@ def test_every_number_is_at_its_place(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_surrounds_a_product(name: str, dtype: torch.dtype) -> None:
     """Bias and residual, a gated activation, and the parts of the norms before and after."""
-    inputs, group = (256, 128) if name.endswith("arranged") else (160, 32)
+    inputs, group = (256, 128) if name.endswith("arranged") and not name.startswith("mxfp4") else (160, 32)
     weight, bias = packed(name, 144, inputs, group=group), normal(144, dtype=dtype)
     x, own_norm = normal(5, inputs, dtype=dtype, seed=1), normal(inputs, dtype=dtype)
     residual, norm_weight = normal(5, 144, dtype=dtype, seed=2), normal(144, dtype=dtype, seed=3)
@@ -153,6 +155,7 @@ CUTS = [
         ("int4", 128),
         ("int4_arranged", 128),
         ("mxfp4", 32),
+        ("mxfp4_arranged", 32),
         ("fp8_blocks", 128),
         ("fp8_blocks_arranged", 128),
     ],
@@ -200,6 +203,7 @@ def test_rows_are_quantised_as_the_format_says(dtype: torch.dtype) -> None:
         ("int4", 16),
         ("int4_arranged", 128),
         ("mxfp4", 32),
+        ("mxfp4_arranged", 32),
         ("fp8_blocks", 128),
         ("fp8_blocks_arranged", 128),
     ],

@@ -1,0 +1,155 @@
+"""``specgraph::packed_expert_linear`` for few rows on Hopper: arranged words of the experts that rows have chosen.
+
+There are two launches. The first sorts rows by expert on the device: a program per row finds its place, and copies it
+there. In the second, written in Gluon, a program takes a tile of 64 outputs of one expert and computes it for the
+expert's rows, which now lie together, so that the tensor memory accelerator can read them. Its main loop is that of
+:mod:`specgraph.kernels.linear.hopper_packed`. Programs of experts without rows end at once.
+
+The bits are those of :mod:`specgraph.kernels.linear.experts`: each row is multiplied with the same blocks in the same
+order, as columns that ``wgmma`` sums by themselves.
+"""
+
+# Gluon's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specgraph.kernels import launch as launches
+from specgraph.kernels.linear.hopper import BLOCK_K, descriptor, is_reachable
+from specgraph.kernels.linear.hopper_kernel import OUT, TILE_O
+from specgraph.kernels.linear.hopper_packed import load_scales, multiply_packed
+from specgraph.kernels.linear.hopper_ring import fill_weight, fill_x
+from specgraph.kernels.linear.multiply_packed import per_word
+from specgraph.kernels.linear.product import Scales
+
+MOST_ROWS_EACH = 16
+"""More rows for each expert, on average, go to larger tiles. They are not timed."""
+_TILE_O = gl.constexpr(TILE_O)
+_STAGES, _PARTS = 4, 2
+_IDS = 512
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sort_rows_kernel(
+    order, starts, sorted_x, expert_ids, x, num_rows, num_experts, INNER: tl.constexpr, BLOCK: tl.constexpr,
+    IDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Copy a row behind those of lower experts, and earlier ones of its own. The grid is (rows, or experts + 1).
+
+    The place of every row, ``order[place] = row``, and the place of the first row of every expert are stored, too.
+    """
+    launches.gdc_wait(PDL)
+    launches.gdc_launch_dependents(PDL)
+    program = tl.program_id(0)
+    own = tl.load(expert_ids + program, mask=program < num_rows, other=0)
+    place = 0
+    lower = 0
+    first = 0
+    while first < num_rows:  # not a range, since the interpreter's range takes no bound known only at run time
+        # ---- ids of experts: [IDS]
+        row = first + tl.arange(0, IDS)
+        ids = tl.load(expert_ids + row, mask=row < num_rows, other=num_experts)
+        place += tl.sum(((ids < own) | ((ids == own) & (row < program))).to(tl.int32), axis=0)
+        lower += tl.sum((ids < program).to(tl.int32), axis=0)
+        first += IDS
+    if program <= num_experts:
+        tl.store(starts + program, lower)
+    if program < num_rows:
+        tl.store(order + place, program)
+        for begin in range(0, INNER, BLOCK):
+            # ---- entries of the row: [BLOCK]
+            k = begin + tl.arange(0, BLOCK)
+            values = tl.load(x + program.to(tl.int64) * INNER + k, mask=k < INNER)
+            tl.store(sorted_x + place.to(tl.int64) * INNER + k, values, mask=k < INNER)
+
+
+@gluon.jit
+def experts_hopper_kernel(
+    weight, x, out_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, scale_stride, scale_stride_e, out_features,
+    in_features, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
+):
+    """A tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
+
+    ``weight``, the matrices of all experts one below the other, and ``x``, whose rows are sorted, are descriptors.
+    """
+    BLOCK_W: gl.constexpr = BLOCK_K // per_word(FORMAT)
+    WEIGHT_BITS: gl.constexpr = _TILE_O * BLOCK_W * weight.dtype.primitive_bitwidth
+    BYTES: gl.constexpr = PARTS * (WEIGHT_BITS + BLOCK_N * BLOCK_K * x.dtype.primitive_bitwidth) // 8
+    ring = gl.allocate_shared_memory(weight.dtype, [STAGES * PARTS, _TILE_O, BLOCK_W], weight.layout)
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * PARTS, BLOCK_N, BLOCK_K], x.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = gl.program_id(1)
+    row = gl.program_id(0) * _TILE_O
+    begin = gl.load(starts_ptr + expert)
+    end = gl.load(starts_ptr + expert + 1)
+    o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, OUT))
+    for first_n in range(begin, end, BLOCK_N):
+        weight_row = expert * out_features + row
+        fill_weight(
+            weight, ring, barriers, weight_row, 0, 0, 1, BLOCKS, BLOCK_W, PARTS, STAGES, 1, 1, BYTES, False
+        )
+        scales = load_scales(
+            scale_ptr + expert.to(gl.int64) * scale_stride_e, scale_stride, row, out_features, 0, in_features, BLOCKS,
+            1, 1, 1,
+        )  # fmt: skip
+        fill_x(x, x_ring, barriers, first_n, 0, BLOCKS, BLOCK_K, PARTS, STAGES, 1, False)
+        # ---- the product of a tile of the weight and rows: [64, BLOCK_N]
+        y, _ = multiply_packed(
+            weight, x, ring, x_ring, scales, None, barriers, weight_row, 0, first_n, 0, BLOCK_N, BLOCK_K, BLOCK_W,
+            BLOCKS, 1, PARTS, STAGES, 1, 1, BYTES, FORMAT, 0,
+        )  # fmt: skip
+        for stage in gl.static_range(STAGES):
+            mbarrier.invalidate(barriers.index(stage))
+        y = gl.convert_layout(y, OUT)
+        n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))
+        if bias_ptr is not None:
+            bias = gl.load(bias_ptr + expert.to(gl.int64) * out_features + o, mask=o < out_features, other=0.0)
+            y = y + bias.to(gl.float32)[:, None]
+        place = gl.load(order_ptr + n, mask=n < end, other=0).to(gl.int64)
+        mask = (o < out_features)[:, None] & (n < end)[None, :]
+        gl.store(out_ptr + place[None, :] * out_features + o[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def covers_experts(x: Tensor, words: Tensor, scales: Scales) -> bool:
+    """Whether :func:`launch_experts` can compute a product, and larger tiles are not better."""
+    if x.shape[0] > MOST_ROWS_EACH * words.shape[0] or not scales.arranged or scales.outputs != 1:
+        return False
+    if x.dtype.itemsize != 2 or {scales.group, scales.dot_k} != {BLOCK_K}:
+        return False
+    return words.is_contiguous() and words.shape[-1] % 4 == 0 and words.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0
+
+
+def launch_experts(
+    out: Tensor, x: Tensor, words: Tensor, bias: Tensor | None, expert_ids: Tensor, scales: Scales
+) -> None:
+    """Fill ``out`` ``[S, O]`` from rows ``[S, I]`` and the words of a stack ``[E, O, I]``."""
+    (rows, inner), (experts, outer, _) = x.shape, words.shape
+    block_n = 8 if rows <= 4 * experts else 16
+    order, starts = expert_ids.new_empty(rows, dtype=torch.int32), expert_ids.new_empty(experts + 1, dtype=torch.int32)
+    sorted_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    launches.launch(
+        _sort_rows_kernel, (max(rows, experts + 1),), order, starts, sorted_x, expert_ids.contiguous(), x.contiguous(),
+        rows, experts, INNER=inner, BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
+    )
+    blocks = triton.cdiv(triton.cdiv(inner, BLOCK_K), _PARTS) * _PARTS
+    pdl = launches.supports_pdl(x.device)
+    experts_hopper_kernel[(triton.cdiv(outer, TILE_O), experts)](
+        descriptor(words.view(experts * outer, -1), TILE_O, BLOCK_K * words.shape[-1] // inner),
+        descriptor(sorted_x, block_n, BLOCK_K), out, None if bias is None else bias.contiguous(), order, starts,
+        scales.weight, scales.weight.stride(-2), scales.weight.stride(0), outer, inner, BLOCK_N=block_n,
+        BLOCK_K=BLOCK_K, BLOCKS=blocks, STAGES=_STAGES, PARTS=_PARTS, FORMAT=scales.format, PDL=pdl, num_warps=4,
+        enable_fp_fusion=False, **launches.launch_options(pdl),
+    )
