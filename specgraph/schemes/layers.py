@@ -183,6 +183,15 @@ class PackedExperts(Packed):
             if key in destination:
                 destination[key] = destination[key].view(form.stacked_shape(tuple(destination[key].shape)))
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        form = format_of(self.format)
+        form = form.published if isinstance(form, Arranged) else form
+        for names in self._places(form):
+            key = f"{prefix}{names[0]}"
+            if key in state_dict and state_dict[key].dim() == 4:  # as files have the numbers
+                state_dict[key] = state_dict[key].flatten(-2)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
 
 def stacks(module: nn.Module) -> Iterator[str]:
     """The names of the stacked weights that a mixture of experts holds; nothing if it is none."""
