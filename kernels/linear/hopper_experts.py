@@ -34,7 +34,6 @@ from specgraph.kernels.linear.product import Scales
 MOST_ROWS_EACH = 16
 """More rows for each expert, on average, go to larger tiles. They are not timed."""
 _TILE_O = gl.constexpr(TILE_O)
-_STAGES, _PARTS = 4, 2
 _IDS = 512
 
 
@@ -144,12 +143,14 @@ def launch_experts(
         _sort_rows_kernel, (max(rows, experts + 1),), order, starts, sorted_x, expert_ids.contiguous(), x.contiguous(),
         rows, experts, INNER=inner, BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
     )
-    blocks = triton.cdiv(triton.cdiv(inner, BLOCK_K), _PARTS) * _PARTS
+    # Few programs want fewer turns of their loops, many want to be together on a multiprocessor.
+    stages, parts = (2, 4) if 4 * rows <= experts else (4, 1)
+    blocks = triton.cdiv(triton.cdiv(inner, BLOCK_K), parts) * parts
     pdl = launches.supports_pdl(x.device)
     experts_hopper_kernel[(triton.cdiv(outer, TILE_O), experts)](
         descriptor(words.view(experts * outer, -1), TILE_O, BLOCK_K * words.shape[-1] // inner),
         descriptor(sorted_x, block_n, BLOCK_K), out, None if bias is None else bias.contiguous(), order, starts,
         scales.weight, scales.weight.stride(-2), scales.weight.stride(0), outer, inner, BLOCK_N=block_n,
-        BLOCK_K=BLOCK_K, BLOCKS=blocks, STAGES=_STAGES, PARTS=_PARTS, FORMAT=scales.format, PDL=pdl, num_warps=4,
+        BLOCK_K=BLOCK_K, BLOCKS=blocks, STAGES=stages, PARTS=parts, FORMAT=scales.format, PDL=pdl, num_warps=4,
         enable_fp_fusion=False, **launches.launch_options(pdl),
     )
