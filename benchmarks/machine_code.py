@@ -23,13 +23,16 @@ import torch
 import triton
 
 from benchmarks.no_gpu import Hopper
-from benchmarks.packed_products import PRODUCTS
+from benchmarks.packed_products import CHOSEN, EXPERT_PRODUCTS, PRODUCTS
 from specgraph.kernels import launch
+from specgraph.kernels.linear.experts import EXPERT_LINEAR
 from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
+from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
 from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PACKED_LINEAR_NORM
 
 DENSE = "bfloat16"
+EVERY = [*PRODUCTS, *EXPERT_PRODUCTS]
 _RUN = triton.JITFunction.run
 
 
@@ -63,10 +66,15 @@ def lines(products: list[str], rows: list[int], formats: list[str]) -> Iterator[
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
     ):
         for form, product, count, norm in itertools.product(formats, products, rows, (False, True)):
-            outputs, inputs, activation = PRODUCTS[product]
-            if norm and activation != "none":
-                continue
-            _launch(form, outputs, inputs, activation, count, norm=norm)
+            if product in EXPERT_PRODUCTS:
+                if norm or form not in (DENSE, "mxfp4", "mxfp4_arranged"):
+                    continue
+                _launch_experts(form, *EXPERT_PRODUCTS[product], count)
+            else:
+                outputs, inputs, activation = PRODUCTS[product]
+                if norm and activation != "none":
+                    continue
+                _launch(form, outputs, inputs, activation, count, norm=norm)
             for name, grid, compiled in found:
                 code, registers = _disassembled(compiled.asm["cubin"])
                 digest = hashlib.sha256(code.encode()).hexdigest()[:16]
@@ -87,10 +95,21 @@ def _launch(form: str, outputs: int, inputs: int, activation: str, rows: int, *,
     ops[norm].form(variant, pdl=True)(x, weight, *(behind if norm else ()), activation=activation, **options)
 
 
+def _launch_experts(form: str, outputs: int, inputs: int, rows: int) -> None:
+    """The same for a mixture of two experts."""
+    x, ids = torch.zeros(rows * CHOSEN, inputs, dtype=torch.bfloat16), torch.arange(rows * CHOSEN) % 2
+    dense = torch.zeros(2, outputs, inputs, dtype=torch.bfloat16)
+    if form == DENSE:
+        EXPERT_LINEAR.form("triton")(x, dense, None, ids)
+        return
+    variant = "hopper" if form.endswith("_arranged") and rows * CHOSEN <= 32 else "triton"
+    PACKED_EXPERT_LINEAR.form(variant)(x, list(FORMATS[form].quantise(dense)), None, ids, format=form)
+
+
 def main() -> None:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
+    parser.add_argument("--products", nargs="+", default=EVERY, choices=EVERY)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 32, 64, 300])
     parser.add_argument("--formats", nargs="+", default=[DENSE, *FORMATS], choices=[DENSE, *FORMATS])
     given = parser.parse_args()

@@ -194,8 +194,8 @@ def check_experts(name: str) -> Iterator[str]:
         equal = torch.equal(found, by_tiles) and torch.equal(found[-1:], last)
         worst = float(error.max())
         yield (
-            f"check experts in {name}, {rows} rows: {worst:.3f} of what rounding may be{'' if worst <= 1 else ' WRONG'}; "
-            f"{'equal bits' if equal else 'OTHER BITS'}"
+            f"check experts in {name}, {rows} rows: {worst:.3f} of what rounding may be"
+            f"{'' if worst <= 1 else ' WRONG'}; {'equal bits' if equal else 'OTHER BITS'}"
         )
 
 

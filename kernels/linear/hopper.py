@@ -142,11 +142,16 @@ def _packed_bytes(plan: Plan, tiles: int, row_bytes: int, scales: Scales) -> int
     return ring_bytes + scale_bytes + x_bytes + tiles * TILE_O * ring.block_n * 4
 
 
+def takes_words(x: Tensor, scales: Scales) -> bool:
+    """Whether rows are 16-bit values, words are arranged, and each block of them has a scale."""
+    return scales.arranged and x.dtype.itemsize == 2 and scales.group == BLOCK_K and scales.dot_k == BLOCK_K
+
+
 def covers_packed(x: Tensor, words: Tensor, scales: Scales, gated: bool, scaled: bool) -> bool:
     """Whether :func:`launch` can compute a product with words and scales, and larger tiles are not better."""
     inner = x.shape[-1]
     rows = x.numel() // inner
-    if rows > MOST_PACKED_ROWS or not scales.arranged or x.dtype.itemsize != 2 or {scales.group, scales.dot_k} != {BLOCK_K}:
+    if rows > MOST_PACKED_ROWS or not takes_words(x, scales):
         return False
     plan = _packed_plan(rows, words.shape[0], inner, gated, words.shape[1] * 8 == inner)
     if scaled and plan.groups * plan.tiling.block_n > 8192:  # they would not fit the registers
@@ -154,7 +159,7 @@ def covers_packed(x: Tensor, words: Tensor, scales: Scales, gated: bool, scaled:
     row_bytes = words.shape[1] * words.element_size() * BLOCK_K // inner
     if _packed_bytes(plan, 2 if gated else 1, row_bytes, scales) > gpus.HOPPER.shared_bytes:
         return False
-    return is_reachable(x) and words.is_contiguous() and words.data_ptr() % 16 == 0
+    return _is_reachable(x) and words.is_contiguous() and words.data_ptr() % 16 == 0
 
 
 @functools.cache
@@ -177,10 +182,10 @@ def covers(x: Tensor, weight: Tensor, gated: bool, scaled: bool) -> bool:
     plan = _plan(rows, weight_rows, inner, gated)
     if plan is None or (scaled and plan.groups * plan.tiling.block_n > 8192):  # they would not fit the registers
         return False
-    return is_reachable(x) and is_reachable(weight)
+    return _is_reachable(x) and _is_reachable(weight)
 
 
-def is_reachable(x: Tensor) -> bool:
+def _is_reachable(x: Tensor) -> bool:
     """Whether the accelerator can read the rows of ``x``, whose width is a multiple of 8, or a copy of them."""
     distance = _distance(x)
     return distance is None or (x.data_ptr() % 16 == 0 and distance % 8 == 0 and distance >= x.shape[-1])

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgraph.kernels import launch as launches
-from specgraph.kernels.linear.hopper import BLOCK_K, descriptor, is_reachable
+from specgraph.kernels.linear.hopper import BLOCK_K, descriptor, takes_words
 from specgraph.kernels.linear.hopper_kernel import OUT, TILE_O
 from specgraph.kernels.linear.hopper_packed import load_scales, multiply_packed
 from specgraph.kernels.linear.hopper_ring import fill_weight, fill_x
@@ -124,9 +124,7 @@ def experts_hopper_kernel(
 
 def covers_experts(x: Tensor, words: Tensor, scales: Scales) -> bool:
     """Whether :func:`launch_experts` can compute a product, and larger tiles are not better."""
-    if x.shape[0] > MOST_ROWS_EACH * words.shape[0] or not scales.arranged or scales.outputs != 1:
-        return False
-    if x.dtype.itemsize != 2 or {scales.group, scales.dot_k} != {BLOCK_K}:
+    if x.shape[0] > MOST_ROWS_EACH * words.shape[0] or not takes_words(x, scales) or scales.outputs != 1:
         return False
     return words.is_contiguous() and words.shape[-1] % 4 == 0 and words.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0
 

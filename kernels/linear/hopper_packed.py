@@ -238,8 +238,8 @@ def _multiply_group(given, sizes, GROUP: gl.constexpr):
                 )
             else:
                 first, second = _add_scaled_sums(
-                    first, second, ring, x_ring, scales, x_scales, stage, turn, OWN, FIRST, SECOND, PARTS, TILES, FORMAT,
-                    HALF, SCALED,
+                    first, second, ring, x_ring, scales, x_scales, stage, turn, OWN, FIRST, SECOND, PARTS, TILES,
+                    FORMAT, HALF, SCALED,
                 )  # fmt: skip
             following = turn + STAGES
             needed = following < OWN_SLICES * TURNS

@@ -51,8 +51,8 @@ def _int4_source(PAIR, HALF, ARRANGED):
 def _arranged_mxfp4_source(PAIR, HALF, SCALED):
     """Signs and magnitudes are moved to their places in bfloat16, where they are ``2 ** -126`` times the number.
 
-    The two factors of ``SCALED`` have ``2 ** 126`` in them. In float16 magnitudes stand three places higher, ``2 ** -14``
-    times the number.
+    The two factors of ``SCALED`` have ``2 ** 126`` in them. In float16 magnitudes stand three places higher, and are
+    ``2 ** -14`` times the number.
     """
     found = (
         "shl.b32 t, $2, 6; and.b32 t, t, 0x81C081C0;",
@@ -161,10 +161,7 @@ def _number(words, PLACE: tl.constexpr, FORMAT: tl.constexpr, ARRANGED: tl.const
         code = (words >> (8 * PLACE)) & 255
         number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        if FORMAT == "mxfp4" and ARRANGED:
-            code = _arranged_mxfp4_code(words, PLACE)
-        else:
-            code = (words >> (4 * PLACE)) & 15
+        code = _arranged_mxfp4_code(words, PLACE) if FORMAT == "mxfp4" and ARRANGED else (words >> (4 * PLACE)) & 15
         if FORMAT == "int4":
             number = (code - 8).to(tl.float32)
         else:
@@ -238,8 +235,8 @@ def expand_arranged(words, factor, FORMAT: tl.constexpr, HALF: tl.constexpr):
 def expand(words, factor, FORMAT: tl.constexpr, ARRANGED: tl.constexpr, HALF: tl.constexpr):
     """The operand ``[O, K]`` from ``[O, W]`` words, in the order of :func:`order`: float16 if ``HALF``, or bfloat16.
 
-    ``factor`` ``[O, 4]`` in bfloat16 multiplies the numbers of each quarter of the words, unless it is None. Of arranged
-    words it is that of :func:`expand_arranged`.
+    ``factor`` ``[O, 4]`` in bfloat16 multiplies the numbers of each quarter of the words, unless it is None. Of
+    arranged words it is that of :func:`expand_arranged`.
     """
     LINES: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]

@@ -135,7 +135,8 @@ class ArrangedFp8Blocks(Arranged, Fp8Blocks):
 
 
 _BITS = (
-    0, 1, 2, 27, 4, 5, 6, 13, 14, 3, 8, 9, 10, 7, 12, 15, 16, 17, 18, 11, 20, 21, 22, 29, 30, 19, 24, 25, 26, 23, 28, 31,
+    0, 1, 2, 27, 4, 5, 6, 13, 14, 3, 8, 9, 10, 7, 12, 15,
+    16, 17, 18, 11, 20, 21, 22, 29, 30, 19, 24, 25, 26, 23, 28, 31,
 )  # fmt: skip
 """Which bit of a word of eight numbers e2m1 in order stands at each place of an arranged one.
 

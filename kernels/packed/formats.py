@@ -11,12 +11,13 @@ from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import MXFP4
 
 _KNOWN = (
-    INT4, MXFP4, FP8_BLOCKS, INT4_ARRANGED, FP8_BLOCKS_ARRANGED, MXFP4_ARRANGED, INT4_ZEROS, INT4_ACT_ORDER, FP8_CHANNEL,
-    FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN,
+    INT4, MXFP4, FP8_BLOCKS, INT4_ARRANGED, FP8_BLOCKS_ARRANGED, MXFP4_ARRANGED, INT4_ZEROS, INT4_ACT_ORDER,
+    FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN,
 )  # fmt: skip
 FORMATS: dict[str, Format] = {made.name: made for made in _KNOWN}
 """Every format by its name, which the ops take as ``format``."""
-ARRANGED: dict[str, Arranged] = {made.published.name: made for made in (INT4_ARRANGED, FP8_BLOCKS_ARRANGED, MXFP4_ARRANGED)}
+_ARRANGED = (INT4_ARRANGED, FP8_BLOCKS_ARRANGED, MXFP4_ARRANGED)
+ARRANGED: dict[str, Arranged] = {made.published.name: made for made in _ARRANGED}
 """The formats in whose order models are put on a GPU, by the names of those in the published order."""
 
 

@@ -13,15 +13,20 @@ pytest.importorskip("triton.experimental.gluon")
 
 def test_every_kernel_of_a_product_has_a_line() -> None:
     """In a process of its own, since nothing may be interpreted there."""
-    given = ["--products", "o", "--rows", "1", "--formats", "bfloat16", "int4_arranged", "fp8_blocks"]
+    formats = ["bfloat16", "int4_arranged", "fp8_blocks", "mxfp4_arranged"]
+    given = ["--products", "o", "experts_down", "--rows", "1", "--formats", *formats]
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.machine_code", *given]
     lines = subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout.splitlines()
     kernels = [(line.partition(":")[0], line.partition(": ")[2].split()[0]) for line in lines]
     assert kernels == [
         ("bfloat16 o 1 rows", "linear_hopper_kernel"), ("bfloat16 o 1 rows norm", "linear_hopper_kernel"),
+        ("bfloat16 experts_down 1 rows", "_group_kernel"), ("bfloat16 experts_down 1 rows", "_expert_linear_kernel"),
         ("int4_arranged o 1 rows", "linear_hopper_kernel"), ("int4_arranged o 1 rows norm", "linear_hopper_kernel"),
         ("fp8_blocks o 1 rows", "quantise_rows_kernel"), ("fp8_blocks o 1 rows", "linear_kernel"),
         ("fp8_blocks o 1 rows norm", "quantise_rows_kernel"), ("fp8_blocks o 1 rows norm", "linear_kernel"),
+        ("mxfp4_arranged o 1 rows", "linear_hopper_kernel"), ("mxfp4_arranged o 1 rows norm", "linear_hopper_kernel"),
+        ("mxfp4_arranged experts_down 1 rows", "_sort_rows_kernel"),
+        ("mxfp4_arranged experts_down 1 rows", "experts_hopper_kernel"),
     ]  # fmt: skip
-    assert len({line.split()[-1] for line in lines}) == 7, "only rows are quantised twice by the same kernel"
+    assert len({line.split()[-1] for line in lines}) == 13, "only rows are quantised twice by the same kernel"

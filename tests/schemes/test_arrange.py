@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import specgraph
 from specgraph.ir.linear import scheme_of
 from specgraph.kernels.packed.int4 import INT4
-from specgraph.schemes.layers import PackedLinear, arrange_weights
+from specgraph.schemes.layers import PackedExperts, PackedLinear, arrange_weights
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
 from tests.models import make_model, ragged_prompts, saved
 from tests.schemes.models import oracle, packed_layers
@@ -125,3 +125,46 @@ def test_an_arranged_model_is_saved_in_the_published_layout(tmp_path: Path) -> N
     found = specgraph.load(saved(arranged(model), tmp_path / "arranged"))
     assert found.state_dict().keys() == expected.state_dict().keys()
     assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
+
+
+def experts_of(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """gpt_oss with stacks in mxfp4."""
+    model = make_model("gpt_oss", seed=3, dtype=dtype, hidden_size=64, intermediate_size=96)
+    return specgraph.quantise(model, "mxfp4")
+
+
+def packed_experts(model: PreTrainedModel) -> list[PackedExperts]:
+    return [module for module in model.modules() if isinstance(module, PackedExperts)]
+
+
+def test_stacks_of_experts_are_arranged_and_state_the_same(tmp_path: Path) -> None:
+    model, found = experts_of(), experts_of()
+    for experts in packed_experts(found):
+        experts.arrange()
+        assert experts.format == "mxfp4_arranged" and "down_proj_arranged" in dict(experts.named_parameters())
+    expected = model.state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
+    found.load_state_dict(expected)
+    tokens = torch.arange(9)[None]
+    assert torch.equal(found(tokens).logits, model(tokens).logits)
+    loaded = specgraph.load(saved(found, tmp_path))
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+def test_a_model_with_arranged_experts_is_compiled() -> None:
+    model, prompts = experts_of(torch.float64), ragged_prompts()
+    for experts in packed_experts(model):
+        experts.arrange()
+    made = specgraph.compile_speculative(model, {**CONFIG, "draft": {"kind": "none"}})
+    tokens = made.generate(prompts, max_new_tokens=6, eos_token_id=[]).new_tokens
+    assert_same_tokens(model, prompts, tokens, forward_greedy(model, prompts, 6))
+
+
+def test_scales_that_a_factor_of_bfloat16_cannot_hold_stay_as_they_are() -> None:
+    model = experts_of()
+    first, second = packed_experts(model)
+    first.down_proj_scales[1, 2, 1] = 129  # type: ignore[index,operator]
+    first.arrange()
+    second.arrange()
+    assert (first.format, second.format) == ("mxfp4", "mxfp4_arranged")

@@ -20,9 +20,10 @@ KINDS = [
     "8 plain 8 int4",
     "32 gated 2 int4",
     "8 plain 8 fp8_blocks",
+    "32 gated 1 mxfp4",
 ]
 """Rows, whether the product is gated, split-K slices, and the format of arranged words if the weight is not dense."""
-TWO_GROUPS = ["8 plain 2 int4", "16 gated 2 int4", "32 plain 2 int4", "16 plain 2 fp8_blocks"]
+TWO_GROUPS = ["8 plain 2 int4", "16 gated 2 int4", "32 plain 2 int4", "16 plain 2 fp8_blocks", "8 gated 2 mxfp4"]
 """Kinds for which two groups of warps multiply."""
 COMPILE = """
 import json
@@ -45,7 +46,8 @@ def descriptor(rows, name="bf16", width=hopper.BLOCK_K, dtype=torch.bfloat16):
 
 
 def instructions(rows, gated, pieces, form=None):
-    tiling = hopper.packed_ring(rows, pieces, gated, form == "int4") if form else hopper.ring(rows, 4096, pieces, gated)
+    of_words = form is not None and hopper.packed_ring(rows, pieces, gated, form != "fp8_blocks")
+    tiling = of_words or hopper.ring(rows, 4096, pieces, gated)
     fixed = {"BLOCK_N": tiling.block_n, "BLOCK_K": hopper.BLOCK_K, "BLOCKS": 8, "SLICES": pieces, "GROUPS": 64}
     fixed |= {"SPLIT": tiling.split, "STAGES": tiling.stages, "GATED": gated}
     fixed |= {"ACTIVATION": "silu" if gated else "none", "PDL": True}
@@ -55,10 +57,10 @@ def instructions(rows, gated, pieces, form=None):
         fixed |= {"partial_ptr": None, "counter_ptr": None}
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= {name: "*bf16" for name in types if name.endswith("_ptr")}
-    types |= {"x_scale_ptr": "*fp32", "weight_scale_ptr": "*fp32"}
+    types |= {"x_scale_ptr": "*fp32", "weight_scale_ptr": "*i32" if form == "mxfp4" else "*fp32"}
     types |= {"sum_sq_ptr": "*fp32", "out_sum_sq_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
     fixed |= {"x_scale_ptr": None} if form != "fp8_blocks" else {}
-    words = descriptor(hopper.TILE_O, "i32", hopper.BLOCK_K // (8 if form == "int4" else 4), torch.int32)
+    words = descriptor(hopper.TILE_O, "i32", hopper.BLOCK_K // (4 if form == "fp8_blocks" else 8), torch.int32)
     types |= {"weight": words if form else descriptor(hopper.TILE_O), "x": descriptor(tiling.block_n)}
     if form == "fp8_blocks":
         types["x"] = descriptor(tiling.block_n, "fp16", dtype=torch.float16)

@@ -178,7 +178,10 @@ FAULTS["fp8_blocks_arranged"] = {
 FAULTS["mxfp4_arranged"] = {
     "swapped nibbles": FAULTS["mxfp4"]["swapped nibbles"],
     "published order": lambda numbers, scale: (MXFP4_ARRANGED.restore((numbers, scale))[0], scale),
-    "exponents in the other order": lambda numbers, scale: (numbers, scale.view(torch.uint8).flip(-1).view(torch.int32)),
+    "exponents in the other order": lambda numbers, scale: (
+        numbers,
+        scale.view(torch.uint8).flip(-1).view(torch.int32),
+    ),
 }
 EVERY_FAULT = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
 PUBLISHED_FAULTS = [(name, fault) for name, fault in EVERY_FAULT if not name.endswith("_arranged")]

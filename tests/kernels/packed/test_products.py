@@ -31,7 +31,8 @@ WEIGHTS = [
     ("int4", 70, 256, 128), ("int4", 70, 192, 64), ("int4", 70, 160, 32), ("int4", 70, 96, 48), ("int4", 70, 512, 256),
     ("int4", 5, 32, 32), ("int4_arranged", 70, 384, 128), ("int4_arranged", 70, 512, 256),
     ("mxfp4", 70, 160, 32), ("mxfp4", 5, 32, 32), ("mxfp4_arranged", 70, 160, 32), ("mxfp4_arranged", 5, 32, 32),
-    ("fp8_blocks", 200, 320, 128), ("fp8_blocks", 70, 40, 128), ("fp8_blocks", 70, 30, 128), ("fp8_blocks_arranged", 200, 384, 128),
+    ("fp8_blocks", 200, 320, 128), ("fp8_blocks", 70, 40, 128), ("fp8_blocks", 70, 30, 128),
+    ("fp8_blocks_arranged", 200, 384, 128),
 ]  # fmt: skip
 """Formats, outputs, inputs and the inputs that have one scale. Kernels make the numbers of all but three in registers:
 groups of 48 inputs, and rows that are no whole words."""
