@@ -5,6 +5,9 @@ layers. PyTorch launches a kernel for every function. Here a function takes in t
 else reads, as far as their shapes broadcast to its own, and the copies that only reshape. Two such chains of one shape
 share a kernel if nothing reads the first before the second is known.
 
+A chain that combines the outputs of a product of experts, such as ``silu(gate) * up`` or the clamped one of gpt_oss,
+becomes the ``gate`` of that product, which has both at hand.
+
 A dump shows what an op computes as an expression. The rounding of every function stays.
 """
 
@@ -12,6 +15,8 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from specgraph.ir.graphs import arguments
+from specgraph.ir.linear import describe
 from specgraph.ir.program import Program
 from specgraph.kernels.pointwise.program import DTYPES
 from specgraph.passes.base import LoweringPass, PassResult
@@ -33,6 +40,7 @@ from specgraph.passes.common.patterns import (
     keep_meta,
     only_user,
     producer,
+    replace_by,
     same_sizes,
     value_of,
 )
@@ -42,9 +50,15 @@ FORMS: dict[Any, str] = {
     aten.add.Tensor: "({} + {})", aten.sub.Tensor: "({} - {})", aten.mul.Tensor: "({} * {})",
     aten.div.Tensor: "({} / {})", aten.neg.default: "(-{})", aten.exp.default: "exp({})",
     aten.relu.default: "relu({})", aten.sigmoid.default: "sigmoid({})", aten.silu.default: "silu({})",
-    aten.softplus.default: "softplus({})",
+    aten.softplus.default: "softplus({})", aten.clamp_min.default: "clamp_min({}, {})",
+    aten.clamp_max.default: "clamp_max({}, {})",
 }  # fmt: skip
 """The functions that are joined, and how a program writes each."""
+_CLAMPS = {
+    (True, True): "clamp_max(clamp_min({}, {}), {})", (True, False): "clamp_min({}, {})",
+    (False, True): "clamp_max({}, {})",
+}  # fmt: skip
+"""The same of ``clamp``, by which of its limits are given."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 MAX_INPUTS = 12
@@ -56,16 +70,23 @@ class FusePointwise(LoweringPass, invalidates={"traced"}):
 
     def apply(self, program: Program) -> PassResult:
         """Replace every function of elements in the modules; chains that can be computed together share an op."""
-        ops = functions = 0
+        ops = functions = gates = 0
         for _, module in program.modules.where(lambda graph: any(map(_is_function, graph.nodes))):
             chains = list(_chains(module.graph))
             functions += sum(len(chain.nodes) for chain in chains)
+            joined = [(chain, halves) for chain in chains if (halves := _halves(chain)) is not None]
+            ends, gates = {chain.end for chain, _ in joined}, gates + len(joined)
+            left = [chain for chain in chains if chain.end not in ends]
             # From the last to the first: a chain whose end is replaced may be an input of those behind it.
-            for group in reversed(list(grouped(chains, _fits))):
+            for group in reversed(list(grouped(left, _fits))):
                 _insert(group)
                 ops += 1
+            for chain, halves in joined:
+                _give_gate(chain, halves)
             module.recompile()
-        return PassResult(ops, notes=(f"{functions} functions of elements are {ops} x pointwise",) if ops else ())
+        made = [f"{count} x {what}" for count, what in ((ops, "pointwise"), (gates, "gate of experts")) if count]
+        notes = (f"{functions} functions of elements are {' and '.join(made)}",) if made else ()
+        return PassResult(ops + gates, notes=notes)
 
 
 @dataclass
@@ -75,6 +96,7 @@ class _Chain:
     Attributes:
         end: the function whose result is read by others.
         nodes: all functions, ``end`` among them.
+        within: what only functions of the chain read.
         inputs: what is read, in order and each once.
         text: the expression, with ``{}`` and the index of an input for each.
         source: if a copy that only reshapes is left out, what it copies; all is computed in the shape of that.
@@ -82,6 +104,7 @@ class _Chain:
 
     end: fx.Node
     nodes: list[fx.Node]
+    within: set[fx.Node]
     inputs: list[fx.Node]
     text: str
     source: fx.Node | None = None
@@ -94,7 +117,20 @@ def _is_function(node: fx.Node) -> bool:
     if node.target in CASTS:
         plain = node.target is aten.to.dtype or set(node.kwargs) == {"dtype"}
         return plain and len(node.args) == (2 if node.target is aten.to.dtype else 1) and dtype_of(node) in _NAMES
-    return node.target in FORMS and not node.kwargs and len(node.args) == FORMS[node.target].count("{}")
+    form = _form(node)
+    return form is not None and not node.kwargs and len(_arguments(node)) == form.count("{}")
+
+
+def _form(node: fx.Node) -> str | None:
+    """How a program writes the function of a node, with ``{}`` for each of :func:`_arguments`; None if it cannot."""
+    if node.target is not aten.clamp.default:
+        return FORMS.get(node.target)
+    _, low, high = (*node.args, None, None)[:3]
+    return _CLAMPS.get((low is not None, high is not None))
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    return [argument for argument in node.args if argument is not None]
 
 
 def _floats(node: fx.Node) -> bool:
@@ -102,7 +138,7 @@ def _floats(node: fx.Node) -> bool:
     values = [node.meta["val"], *(n.meta.get("val") for n in node.all_input_nodes)]
     if not all(isinstance(v, Tensor) and v.dtype in _NAMES for v in values):
         return False
-    numbers = (arg for arg in node.args if not isinstance(arg, fx.Node | torch.dtype))
+    numbers = (arg for arg in _arguments(node) if not isinstance(arg, fx.Node | torch.dtype))
     finite = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
     return finite and len(values) > 1 and len({v.device for v in values}) == 1
 
@@ -119,25 +155,41 @@ def _chains(graph: fx.Graph) -> Iterator[_Chain]:
 
 
 def _chain(end: fx.Node) -> _Chain:
-    chain = _Chain(end, [], [], "")
+    chain = _Chain(end, [], _within(end), [], "")
     chain.text = _text(chain, end)
     _leave_out_copies(chain)
     return chain
 
 
+def _within(end: fx.Node) -> set[fx.Node]:
+    """The functions that are computed for ``end`` alone, ``end`` among them."""
+    within, waiting = {end}, {*end.all_input_nodes}
+    while waiting:
+        node = max(waiting)  # the last one, all of whose readers have been looked at
+        waiting.remove(node)
+        # Nothing is computed twice but a single function of what is computed before.
+        once = only_user(node) is not None or not any(map(_is_function, node.all_input_nodes))
+        known = once and within.issuperset(node.users) and _is_function(node)
+        if known and _broadcasts(node.meta["val"], end.meta["val"]):
+            within.add(node)
+            waiting.update(node.all_input_nodes)
+    return within
+
+
 def _text(chain: _Chain, node: fx.Node) -> str:
     """The expression of a node, whose functions and inputs are appended to those of the chain."""
-    chain.nodes.append(node)
+    if node not in chain.nodes:
+        chain.nodes.append(node)
     if node.target in CASTS:
         return f"{_NAMES[node.meta['val'].dtype]}({_operand(chain, node.args[0])})"
-    return FORMS[node.target].format(*(_operand(chain, arg) for arg in node.args))
+    return str(_form(node)).format(*(_operand(chain, arg) for arg in _arguments(node)))
 
 
 def _operand(chain: _Chain, value: Any) -> str:
     if not isinstance(value, fx.Node):
         return repr(value)
     room = len(chain.inputs) + len(value.all_input_nodes) <= MAX_INPUTS
-    if room and only_user(value) and _is_function(value) and _broadcasts(value.meta["val"], chain.end.meta["val"]):
+    if room and value in chain.within:
         return _text(chain, value)
     if value not in chain.inputs:
         chain.inputs.append(value)
@@ -179,6 +231,62 @@ def _copied(value: fx.Node, shape: torch.Size) -> fx.Node | None:
         return None  # a view, which copies nothing
     copied = value_of(source)
     return source if copied is not None and copied.dim() > 0 else None  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """The outputs of a product of experts that a chain combines.
+
+    Attributes:
+        product: the node.
+        pairs: whether those that are combined are neighbours.
+        halves: the node that reads the first of each two, and the one that reads the second.
+    """
+
+    product: fx.Node
+    pairs: bool
+    halves: list[fx.Node]
+
+
+def _halves(chain: _Chain) -> _Halves | None:
+    """What a chain combines, if it can be the gate of a product of experts; else None."""
+    parts = {found: value for value in chain.inputs if (found := _half(value)) is not None}
+    if len(chain.inputs) != 2 or {place for _, _, place in parts} != {0, 1} or len({part[:2] for part in parts}) != 1:
+        return None
+    product, pairs, _ = next(iter(parts))
+    linear, end, half = describe(product), chain.end.meta["val"], chain.inputs[0].meta["val"]
+    readers = {user for value in chain.inputs for user in value.users}
+    between = {value for user in product.users for value in ([user] if user in chain.inputs else user.users)}
+    alone = readers <= {*chain.nodes} and between <= {*chain.inputs}
+    if linear is None or linear.epilogue.get("gate") != "" or not alone:
+        return None
+    if end.dtype != half.dtype or not same_sizes(end.shape, half.shape):
+        return None
+    return _Halves(product, pairs, [parts[product, pairs, place] for place in (0, 1)])
+
+
+def _half(value: fx.Node) -> tuple[fx.Node, bool, int] | None:
+    """What ``value`` is half of the columns of, whether it has every second one, and which half it is."""
+    strided, part = producer(value, aten.slice.Tensor), producer(value, operator.getitem)
+    if strided is not None:
+        source, given = strided.args[0], arguments(strided)
+        start, pairs, cut = given["start"] or 0, True, (given["dim"], given["step"], given["end"])
+        if start not in (0, 1) or cut not in ((1, 2, sys.maxsize), (-1, 2, sys.maxsize)):
+            return None
+    else:
+        chunks = None if part is None else producer(part.args[0], aten.chunk.default)
+        if part is None or chunks is None or chunks.args[1:] not in ((2, -1), (2, 1)):
+            return None
+        source, start, pairs = chunks.args[0], part.args[1], False
+    whole = value_of(source)
+    even = whole is not None and whole.dim() == 2 and same_sizes(whole.shape[1:], (2 * value.meta["val"].shape[-1],))
+    return (source, pairs, start) if even else None  # type: ignore[return-value]
+
+
+def _give_gate(chain: _Chain, found: _Halves) -> None:
+    """Let the product of experts compute a chain."""
+    product, options = found.product, {"gate": _numbered(chain, found.halves), "pairs": found.pairs}
+    replace_by(chain.end, product.target, product.args, {**product.kwargs, **options}, "gated_experts")
 
 
 def _fits(group: list[_Chain]) -> bool:

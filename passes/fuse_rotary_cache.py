@@ -1,9 +1,10 @@
 """Rotary embeddings in front of an op that writes a cache or reads one become part of that op.
 
 The op, such as ``paged_attention``, gets queries and keys before the rotation, and ``cos`` and ``sin``. The pass
-recognises the rotation of transformers' llama, ``x * cos + rotate_half(x) * sin``, of a whole head or of its first
-values. Other rotations (interleaved ones, and those of the last values) stay as they are and are reported as near
-misses.
+recognises the rotation by halves, of a whole head or of its first values, in both of transformers' spellings: llama's
+``x * cos + rotate_half(x) * sin``, and ``cat((a * cos - b * sin, b * cos + a * sin))`` of the halves ``a`` and ``b``
+of ``x``, as gpt_oss has it, whose angles are repeated for the op. Other rotations (interleaved ones, and those of the
+last values) stay as they are and are reported as near misses.
 
 The computation of the angles, ``cos`` and ``sin`` of positions times inverse frequencies, becomes one
 ``rotary_angles``, even if the rotation that reads them was not recognised.
@@ -11,10 +12,12 @@ The computation of the angles, ``cos`` and ``sin`` of positions times inverse fr
 
 from __future__ import annotations
 
+import itertools
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -73,16 +76,40 @@ def _give_angles(node: fx.Node) -> None:
         erase_unused(value)
 
 
+class _Rotation(NamedTuple):
+    """What a rotation of the first ``n`` values of every head of ``x`` reads.
+
+    ``cos`` and ``sin`` are ``[B, T, n]``; or ``[B, T, n / 2]``, each angle ``once`` for both halves.
+    """
+
+    x: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+    once: bool
+
+
 def _unrotated(values: Sequence[Any]) -> tuple[list[fx.Node], fx.Node, fx.Node]:
     """The nodes that were rotated into ``values`` by the same angles, and the cosines and sines ``[B, T, n]``."""
     rotated = [_unrotated_heads(value) for value in values]
-    if len({(cos, sin) for _, cos, sin in rotated}) > 1:
+    if len({rotation[1:] for rotation in rotated}) > 1:
         raise Mismatch("queries and keys are rotated by different angles")
-    return [x for x, _, _ in rotated], *rotated[0][1:]
+    _, cos, sin, once = rotated[0]
+    return [rotation.x for rotation in rotated], *((_twice(cos), _twice(sin)) if once else (cos, sin))
 
 
-def _unrotated_heads(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """``x``, ``cos`` and ``sin`` of the rotation of the first ``n`` values of every head; the latter are ``[B, T, n]``.
+def _twice(angles: fx.Node) -> fx.Node:
+    """``cat((angles, angles), -1)`` behind ``angles``: one node for all layers."""
+    given = ([angles, angles], -1)
+    for user in angles.users:
+        if producer(user, aten.cat.default) and user.args == given:
+            return user
+    node = insert(angles.next, aten.cat.default, given)
+    node.meta["val"] = torch.cat([angles.meta["val"]] * 2, -1)
+    return node
+
+
+def _unrotated_heads(value: Any) -> _Rotation:
+    """The rotation of the first ``n`` values of every head.
 
     Where a head has more values, the rotated ones and the others are joined again.
     """
@@ -90,20 +117,22 @@ def _unrotated_heads(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
     if joined is None:
         return _rotation(value)
     parts: Any = joined.args[0]
-    if not _joins_two(joined) or producer(parts[0], aten.add.Tensor) is None:
+    if _joins_two(joined) and producer(parts[0], aten.sub.Tensor) is not None:
+        return _rotation_of_halves(joined)
+    if not _joins_two(joined) or producer(parts[0], aten.add.Tensor, aten.cat.default) is None:
         raise Mismatch(f"{joined.name} does not begin with rotated values")
-    first, cos, sin = _rotation(parts[0])
-    rotated, others = _columns(first), _columns(parts[1])
+    first = _unrotated_heads(parts[0])
+    rotated, others = _columns(first.x), _columns(parts[1])
     if rotated is None or others is None or rotated[0] is not others[0]:
         raise Mismatch(f"{joined.name} does not join rotated values and others of the same heads")
     x, begin, width = rotated
     if begin != 0 or others[1:] != (width, x.meta["val"].shape[-1]):
         raise Mismatch(f"{joined.name} does not put the values of a head back in their places")
-    return x, cos, sin
+    return first._replace(x=x)
 
 
-def _rotation(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """``x``, ``cos`` and ``sin`` of ``x * cos + rotate_half(x) * sin``; the latter two are as wide as ``x``."""
+def _rotation(value: Any) -> _Rotation:
+    """The rotation ``x * cos + rotate_half(x) * sin``."""
     total = producer(value, aten.add.Tensor)
     if total is None:
         raise Mismatch(f"{value} is not rotated")
@@ -113,8 +142,22 @@ def _rotation(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
             x = _halves(half)
             if straight is not None and x is not None and x in straight.args:
                 cos = straight.args[1] if straight.args[0] is x else straight.args[0]
-                return x, _per_row(cos, x), _per_row(sin, x)
+                return _Rotation(x, _per_row(cos, x), _per_row(sin, x), once=False)
     raise Mismatch(f"{total.name} is not a rotation by halves")
+
+
+def _rotation_of_halves(cat: fx.Node) -> _Rotation:
+    """The rotation ``cat((a * cos - b * sin, b * cos + a * sin), -1)`` of the halves ``a`` and ``b`` of ``x``."""
+    first, second = cat.args[0]  # type: ignore[misc, union-attr]
+    sums = producer(first, aten.sub.Tensor), producer(second, aten.add.Tensor)
+    products = [producer(term, aten.mul.Tensor) for node in sums if node is not None for term in node.args[:2]]
+    factors: list[Any] = [product.args for product in products if product is not None]
+    if len(factors) == 4:
+        for (a, cos), (b, sin) in itertools.product(*map(itertools.permutations, factors[:2])):
+            x = _joined(a, b)
+            if x is not None and {*map(frozenset, factors[2:])} == {frozenset((b, cos)), frozenset((a, sin))}:
+                return _Rotation(x, _per_row(cos, a), _per_row(sin, a), once=True)
+    raise Mismatch(f"{cat.name} is not a rotation by halves")
 
 
 def _halves(cat: fx.Node) -> fx.Node | None:
@@ -123,12 +166,17 @@ def _halves(cat: fx.Node) -> fx.Node | None:
         return None
     parts: Any = cat.args[0]
     negated = producer(parts[0], aten.neg.default)
-    upper, lower = _columns(negated.args[0] if negated is not None else None), _columns(parts[1])
-    if upper is None or lower is None or upper[0] is not lower[0]:
+    return None if negated is None else _joined(parts[1], negated.args[0])
+
+
+def _joined(lower: Any, upper: Any) -> fx.Node | None:
+    """``x`` if the values are ``x[..., :n/2]`` and ``x[..., n/2:]``; else None."""
+    first, second = _columns(lower), _columns(upper)
+    if first is None or second is None or first[0] is not second[0]:
         return None
-    x = upper[0]
+    x = first[0]
     size = x.meta["val"].shape[-1]
-    whole = lower[1:] == (0, size // 2) and upper[1:] == (size // 2, size)
+    whole = first[1:] == (0, size // 2) and second[1:] == (size // 2, size)
     return x if whole and size % 2 == 0 else None
 
 
@@ -140,6 +188,13 @@ def _joins_two(cat: fx.Node) -> bool:
 
 def _columns(value: Any) -> tuple[fx.Node, int, int] | None:
     """``x``, ``begin`` and ``end`` of ``x[..., begin:end]``, where ``x`` has four dimensions; else None."""
+    part = producer(value, operator.getitem)
+    chunks = None if part is None else producer(part.args[0], aten.chunk.default)
+    if part is not None and chunks is not None and chunks.args[1:] in ((2, -1), (2, 3)):
+        x: Any = chunks.args[0]
+        size = x.meta["val"].shape[-1]
+        middle = (size + 1) // 2
+        return (x, middle, size) if part.args[1] else (x, 0, middle)
     node = producer(value, aten.slice.Tensor, aten.alias.default)
     if node is None:
         return None
@@ -268,7 +323,8 @@ def _unclamped(positions: fx.Node) -> tuple[fx.Node, int | None]:
 
 
 def _scaled(node: fx.Node, layout: str) -> tuple[fx.Node, float, str]:
-    """Follow a multiplication with a number, a repetition and a cast, where nothing else reads the values in between.
+    """Follow a multiplication with a number, a cast and a repetition before or behind it, where nothing else reads the
+    values in between.
 
     ``layout`` is that of the argument of the cosine, and the one that is returned is that of the result. Repeating
     cosines gives the cosines of repeated angles.
@@ -277,11 +333,18 @@ def _scaled(node: fx.Node, layout: str) -> tuple[fx.Node, float, str]:
     user = producer(only_user(end), aten.mul.Tensor)
     if user is not None and isinstance(user.args[1], int | float):
         end, scaling = user, float(user.args[1])
-    user = only_user(end)
-    if user is not None and layout == "once" and (repeated := _layout(user)[1]) not in (None, "once"):
-        end, layout = user, str(repeated)
+    end, layout = _repeated(end, layout)
     cast = producer(only_user(end), *CASTS)
     moves = cast is not None and cast.target is aten._to_copy.default and set(cast.kwargs) != {"dtype"}
     if cast is not None and cast.args[0] is end and not moves:
         end = cast
+    end, layout = _repeated(end, layout)
     return end, scaling, layout
+
+
+def _repeated(end: fx.Node, layout: str) -> tuple[fx.Node, str]:
+    """Follow a repetition of what is not repeated yet."""
+    user = only_user(end)
+    if user is not None and layout == "once" and (repeated := _layout(user)[1]) not in (None, "once"):
+        return user, str(repeated)
+    return end, layout

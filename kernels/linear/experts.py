@@ -3,12 +3,15 @@
 It computes ``y[s] = weight[e] @ x[s] + bias[e]`` with ``e = expert_ids[s]``, for ``x`` ``[S, I]``, ``weight``
 ``[E, O, I]`` (or ``[E, I, O]``), ``bias`` ``[E, O]`` and int64 ``expert_ids`` ``[S]``. The result is ``[S, O]`` in the
 dtype of ``x``; sums are float32, or float64 for float64. Tracing puts one such op before and one after the activation
-of every expert layer. The activation itself stays plain ATen, so no model's gating has to be known here.
+of every expert layer, which it leaves in plain ATen. A pass then turns what combines gate and input into the ``gate``
+of the op before it: a program of :mod:`specgraph.kernels.pointwise.program`, so that no model's gating has to be known
+here. It is computed in registers, from outputs as they would have been stored, and rounded after every function.
 
 There are two launches. The first groups rows by expert, on the device: a program per expert writes the list of its rows
 and their number. In the second, a program takes one tile of one expert's outputs and computes it for all rows of that
 expert. Rows are columns beside the tile of the weight, so that a weight is read once for :attr:`Tiles.block_n` rows,
-and not at all for experts without rows.
+and not at all for experts without rows. A tile of a gated product has both outputs of each pair: neighbours if
+``pairs``, else half of its lines are of gates and half of inputs.
 
 Along the summed dimension every row is multiplied with the same blocks in the same order, however many columns stand
 beside it. So the bits of a row do not depend on the other rows, nor on its place in the list of its expert.
@@ -19,7 +22,7 @@ The technique is known as a grouped matrix product.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -27,16 +30,20 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from specgraph.kernels.checks import check_shapes
+from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.linear.multiply_packed import multiply_packed, packed_rows
 from specgraph.kernels.linear.product import Scales
 from specgraph.kernels.ops import declare, triton_or_reference
+from specgraph.kernels.pointwise.pointwise_triton import gate_function
+from specgraph.kernels.pointwise.program import evaluate, result_dtypes
 
 
 @dataclass(slots=True)
 class ExpertLinear:
     """``y[s] = weight[expert_ids[s]] @ x[s] + bias[expert_ids[s]]``, ``[S, O]`` in the dtype of ``x``.
+
+    With a ``gate`` the result is that of the program, ``[S, O / 2]``.
 
     Attributes:
         x: ``[S, I]``.
@@ -44,6 +51,9 @@ class ExpertLinear:
         bias: ``[E, O]`` or None.
         expert_ids: int64 ``[S]`` in ``[0, E)``.
         transposed: whether the weight's inputs come before its outputs.
+        gate: a program (:mod:`specgraph.kernels.pointwise.program`) that combines the gates ``x0`` and the inputs
+            ``x1``, the halves of ``y`` after its rounding, into values of the dtype of ``x``; or nothing.
+        pairs: whether a gate and its input are neighbours in ``y``, and not the first ones of its halves.
     """
 
     x: Tensor
@@ -52,12 +62,24 @@ class ExpertLinear:
     expert_ids: Tensor
     _: KW_ONLY
     transposed: bool = False
+    gate: str = ""
+    pairs: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """The number of experts, and of the inputs and the outputs of each."""
         experts, outer, inner = self.weight.shape
         return (experts, outer, inner) if self.transposed else (experts, inner, outer)
+
+
+class Behind(Protocol):
+    """What stands behind a product of experts, whatever its weight is stored as."""
+
+    x: Tensor
+    bias: Tensor | None
+    expert_ids: Tensor
+    gate: str
+    pairs: bool
 
 
 def expert_linear_reference(given: ExpertLinear) -> Tensor:
@@ -68,7 +90,15 @@ def expert_linear_reference(given: ExpertLinear) -> Tensor:
         rows = ids == expert
         matrix = weight[expert].T if given.transposed else weight[expert]
         out[rows] = functional.linear(x[rows], matrix, None if bias is None else bias[expert])
-    return out
+    return gated(out, given.gate, given.pairs)
+
+
+def gated(y: Tensor, gate: str, pairs: bool) -> Tensor:
+    """What the program ``gate`` makes of ``y`` ``[S, O]``, which is rounded: ``[S, O / 2]``, or ``y`` without one."""
+    if not gate:
+        return y
+    halves = (y[:, ::2], y[:, 1::2]) if pairs else y.chunk(2, -1)
+    return evaluate(gate, halves)[0].contiguous()  # type: ignore[no-any-return]
 
 
 class Tiles(NamedTuple):
@@ -128,14 +158,22 @@ def _expert_linear_kernel(
     PDL: tl.constexpr, weight_scale_ptr=None, weight_scale_stride=None, x_scale_ptr=None, x_scale_stride=None,
     FORMAT: tl.constexpr = None, GROUP: tl.constexpr = 0, DOT_K: tl.constexpr = 0, SCALE_ROWS: tl.constexpr = 1,
     ALIGNED_WORDS: tl.constexpr = False, ARRANGED: tl.constexpr = False, scale_stride_e=None,
+    GATE: tl.constexpr = None, PAIRS: tl.constexpr = False,
 ):
     """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
 
     Weights in a ``FORMAT`` are read as words, and have scales (:mod:`specgraph.kernels.linear.multiply_packed`).
+    ``GATE`` is a function of two outputs, which are neighbours if ``PAIRS``.
     """
     gdc_wait(PDL)
     expert = tl.program_id(1).to(tl.int64)
-    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    line = tl.arange(0, BLOCK_O)
+    o = tl.program_id(0) * BLOCK_O + line
+    HALF: tl.constexpr = BLOCK_O // 2
+    GATES: tl.constexpr = OUTER // 2
+    if GATE is not None and not PAIRS:
+        # Lines past the last gate, or past the last input, repeat it. Their results are not stored.
+        o = tl.minimum(tl.program_id(0) * HALF + line % HALF, GATES - 1) + line // HALF * GATES
     k = tl.arange(0, BLOCK_K)
     column = tl.arange(0, BLOCK_N)
     count = tl.load(counts + expert)
@@ -174,8 +212,21 @@ def _expert_linear_kernel(
         # ---- out = total + bias: [BLOCK_O, BLOCK_N]
         if bias is not None:
             total += tl.load(bias + expert * OUTER + o, mask=o < OUTER, other=0.0).to(EXACT)[:, None]
-        address = out + row[None, :] * OUTER + o[:, None]
-        tl.store(address, total.to(out.dtype.element_ty), mask=real[None, :] & (o < OUTER)[:, None])
+        y = total.to(out.dtype.element_ty)
+        if GATE is not None:
+            # ---- out = gate of the rounded outputs: [HALF, BLOCK_N]
+            if PAIRS:
+                two = tl.permute(tl.reshape(y, (HALF, 2, BLOCK_N)), (0, 2, 1))
+            else:
+                two = tl.permute(tl.reshape(y, (2, HALF, BLOCK_N)), (1, 2, 0))
+            first_of_two, second = tl.split(two.to(tl.float32))
+            combined = GATE(first_of_two, second).to(out.dtype.element_ty)
+            place = tl.program_id(0) * HALF + tl.arange(0, HALF)
+            address = out + row[None, :] * GATES + place[:, None]
+            tl.store(address, combined, mask=real[None, :] & (place < GATES)[:, None])
+        else:
+            address = out + row[None, :] * OUTER + o[:, None]
+            tl.store(address, y, mask=real[None, :] & (o < OUTER)[:, None])
         first += BLOCK_N
     gdc_launch_dependents(PDL)
 
@@ -184,20 +235,23 @@ def expert_linear_triton(given: ExpertLinear) -> Tensor:
     """:class:`ExpertLinear` in two kernels, which read ids on the device."""
     experts, inner, outer = given.sizes
     x, weight = given.x, given.weight.mT if given.transposed else given.weight
-    out = x.new_empty(x.shape[0], outer)
+    out = x.new_empty(x.shape[0], gated_outputs(outer, given.gate))
     tiling = tiles(x.shape[0], experts, inner, x.element_size())
-    launch_experts(out, x, weight, given.bias, given.expert_ids, tiling)
+    launch_experts(out, x, weight, given, tiling)
     return out
 
 
 def launch_experts(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, tiling: Tiles,
-    scales: Scales | None = None,
-) -> None:  # fmt: skip
-    """Fill ``out`` ``[S, O]`` with :class:`ExpertLinear` of a weight ``[E, O, I]``, or of its words and ``scales``."""
+    out: Tensor, x: Tensor, weight: Tensor, given: Behind, tiling: Tiles, scales: Scales | None = None
+) -> None:
+    """Fill ``out`` with :class:`ExpertLinear` of a weight ``[E, O, I]``, or of its words and ``scales``.
+
+    ``given`` has the other arguments.
+    """
     if out.numel() == 0:
         return
-    (rows, outer), inner, experts = out.shape, x.shape[1], weight.shape[0]
+    rows, inner, (experts, outer, _) = out.shape[0], x.shape[1], weight.shape
+    bias, expert_ids = given.bias, given.expert_ids
     order, counts = expert_ids.new_empty((experts, rows), dtype=torch.int32), expert_ids.new_empty(experts)
     launch(_group_kernel, (experts,), order, counts, expert_ids.contiguous(), rows, BLOCK=_GROUP_BLOCK, num_warps=4)
     packed = {} if scales is None else {**scales.arguments(weight), "scale_stride_e": scales.weight.stride(0)}
@@ -206,6 +260,7 @@ def launch_experts(
         None if bias is None else bias.contiguous(), order, counts, rows, *weight.stride(), INNER=inner, OUTER=outer,
         BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         EXACT=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=tiling.warps, num_stages=tiling.stages,
+        GATE=gate_function(given.gate, out.dtype) if given.gate else None, PAIRS=given.pairs, enable_fp_fusion=False,
         **packed,
     )
 
@@ -213,10 +268,30 @@ def launch_experts(
 def _expert_linear_fake(given: ExpertLinear) -> Tensor:
     weight = "E I O" if given.transposed else "E O I"
     check_shapes(given, weight=weight, x="S I", expert_ids="S", bias="E O")
-    return given.x.new_empty(given.x.shape[0], given.sizes[2])
+    check_gate(given, given.sizes[2])
+    return given.x.new_empty(given.x.shape[0], gated_outputs(given.sizes[2], given.gate))
+
+
+def check_gate(given: Behind, outputs: int) -> None:
+    """Raise ``ValueError`` unless the gate is a program for so many outputs, with a result in the dtype of ``x``."""
+    gate, dtype = given.gate, given.x.dtype
+    if gate:
+        require(outputs % 2 == 0, lambda: f"a gate takes pairs of outputs, not {outputs}; leave it out or add one")
+        results = result_dtypes(gate, ((dtype, 2),) * 2)
+        require(results == (dtype,), lambda: f"gate must give one result in {dtype}, not {results} as {gate!r} does")
+
+
+def gated_outputs(outputs: int, gate: str) -> int:
+    """The features of the result, given those of the weight."""
+    return outputs // 2 if gate else outputs
+
+
+def covers_gate(given: Behind) -> bool:
+    """Whether the kernel computes the gate, which is one in float32 or less."""
+    return not given.gate or given.x.dtype != torch.float64
 
 
 EXPERT_LINEAR = declare(
     "expert_linear", ExpertLinear, _expert_linear_fake,
-    triton_or_reference(expert_linear_triton, expert_linear_reference),
+    triton_or_reference(expert_linear_triton, expert_linear_reference, covers=covers_gate),
 )

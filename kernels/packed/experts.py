@@ -18,7 +18,10 @@ from specgraph.kernels.launch import runs_gluon
 from specgraph.kernels.linear.experts import (
     ExpertLinear,
     Tiles,
+    check_gate,
     expert_linear_triton,
+    gated,
+    gated_outputs,
     launch_experts,
     packed_tiles,
 )
@@ -41,6 +44,7 @@ class PackedExpertLinear:
         bias: ``[E, O]`` or None.
         expert_ids: int64 ``[S]`` in ``[0, E)``.
         format: a name in :data:`~specgraph.kernels.packed.formats.FORMATS`.
+        gate, pairs: as of :class:`~specgraph.kernels.linear.experts.ExpertLinear`.
     """
 
     x: Tensor
@@ -49,6 +53,8 @@ class PackedExpertLinear:
     expert_ids: Tensor
     _: KW_ONLY
     format: str
+    gate: str = ""
+    pairs: bool = False
 
 
 def packed_expert_linear_reference(given: PackedExpertLinear) -> Tensor:
@@ -62,7 +68,7 @@ def packed_expert_linear_reference(given: PackedExpertLinear) -> Tensor:
         weight = form.dequantise([part[expert] for part in given.weight], exact)
         bias = None if given.bias is None else given.bias[expert]
         out[chosen] = linear_reference(Linear(rows[chosen], weight, bias)).to(x.dtype)
-    return out
+    return gated(out, given.gate, given.pairs)
 
 
 def packed_expert_linear_triton(given: PackedExpertLinear, *, tiling: Tiles | None = None) -> Tensor:
@@ -76,11 +82,12 @@ def packed_expert_linear_triton(given: PackedExpertLinear, *, tiling: Tiles | No
     if operands is None:
         rows, dense = form.quantise_rows(x).float(), form.dequantise(weight, torch.float32)
         bias = None if given.bias is None else given.bias.float()
-        return expert_linear_triton(ExpertLinear(rows, dense, bias, given.expert_ids)).to(x.dtype)
-    out = x.new_empty(x.shape[0], weight[0].shape[1])
+        product = expert_linear_triton(ExpertLinear(rows, dense, bias, given.expert_ids)).to(x.dtype)
+        return gated(product, given.gate, given.pairs)
+    out = x.new_empty(x.shape[0], gated_outputs(weight[0].shape[1], given.gate))
     factors, words, scales = operands
     tiling = tiling or packed_tiles(x.shape[0], words.shape[0], factors.element_size())
-    launch_experts(out, factors, words, given.bias, given.expert_ids, tiling, scales)
+    launch_experts(out, factors, words, given, tiling, scales)
     return out
 
 
@@ -118,7 +125,8 @@ def _packed_expert_linear_fake(given: PackedExpertLinear) -> Tensor:
     if bias is not None:
         wanted = numbers.shape[0], outputs
         require(tuple(bias.shape) == wanted, lambda: f"bias is {list(bias.shape)}; it must be {list(wanted)}")
-    return x.new_empty(x.shape[0], outputs)
+    check_gate(given, outputs)
+    return x.new_empty(x.shape[0], gated_outputs(outputs, given.gate))
 
 
 PACKED_EXPERT_LINEAR = declare(

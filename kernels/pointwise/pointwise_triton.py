@@ -1,7 +1,8 @@
 """Writes the kernel of a pointwise program, and launches it.
 
 The source is Triton as one would write it by hand for this program: a load for every input, a line for every function,
-a store for every result. :func:`source` returns it.
+a store for every result. :func:`source` returns it. :func:`gate_function` writes the function that other kernels call
+with values that they hold in registers.
 
 Elements are computed in float32, without contracting a product with a sum, and rounded after every function to the
 dtype that PyTorch gives its result. So an element has the same bits whatever the shape of the inputs and of the tiles.
@@ -52,7 +53,7 @@ _FORMS = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "tl.div_rn({}, {})", "neg": "-{}",
     "exp": "tl.exp({})", "relu": "tl.where({0} < 0.0, 0.0, {0})", "sigmoid": "1.0 / (1.0 + tl.exp(-{}))",
     "silu": "{0} / (1.0 + tl.exp(-{0}))", "softplus": "_softplus({})", "float32": "{}", "bfloat16": "{}",
-    "float16": "{}",
+    "float16": "{}", "clamp_min": "tl.where({0} < {1}, {1}, {0})", "clamp_max": "tl.where({0} > {1}, {1}, {0})",
 }
 """How each function is written in float32."""
 
@@ -126,14 +127,33 @@ def _write(lines: list[str], function: str, *values: Any) -> _Value:
 
 @functools.cache
 def _compiled(program: str, inputs: tuple[_Input, ...]) -> Any:
-    """The kernel as a function of Triton's, which reads its source from Python's own cache of lines."""
-    text = source(program, inputs)
+    """The kernel as a function of Triton's."""
+    names = _defined(source(program, inputs))
+    return triton.jit(names["pointwise"])
+
+
+@functools.cache
+def gate_function(program: str, dtype: torch.dtype) -> Any:
+    """A program of two inputs and one result as a function of Triton's, for kernels that take it as a constant.
+
+    It takes two blocks of one shape that hold values of ``dtype`` in float32, and returns such a block.
+    """
+    lines = list[str]()
+    values = [_Value(f"x{index}", like(dtype, 2)) for index in range(2)]
+    (result,) = evaluate(program, values, functools.partial(_write, lines))
+    text = "\n    ".join(["def gate(x0, x1):", f'"""{program}"""', *lines, f"return {result.name}", ""])
+    function = _defined(text)["gate"]
+    return triton.jit(function)
+
+
+def _defined(text: str) -> dict[str, Any]:
+    """What a source defines, which Triton reads from Python's own cache of lines."""
     name = f"specgraph_pointwise_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     helpers = {"_softplus": _softplus, "gdc_wait": gdc_wait, "gdc_launch_dependents": gdc_launch_dependents}
     names: dict[str, Any] = {"__name__": __name__, "tl": tl, **helpers}
     exec(compile(text, name, "exec"), names)
-    return triton.jit(names["pointwise"])
+    return names
 
 
 def pointwise_kernel(outs: list[Tensor], inputs: list[Tensor], program: str) -> None:

@@ -27,7 +27,7 @@ def _conversion(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg,
     "exp": torch.exp, "relu": torch.relu, "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu,
-    "softplus": torch.nn.functional.softplus,
+    "softplus": torch.nn.functional.softplus, "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
     **{name: _conversion(dtype) for name, dtype in DTYPES.items()},
 }
 """The functions of a program. The first five are written as operators."""

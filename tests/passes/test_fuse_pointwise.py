@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.compiler.test_pipeline import first, last
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts
 from tests.passes.test_lower_kernels import LOWERING, run_both, targets, toy
+from tests.schemes.models import quantised
 
 X = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
 
@@ -50,6 +52,13 @@ CHAINS = {
     "rounding stays": (lambda m, x: ((x.bfloat16() * m.low).float() * 1.5).sigmoid(),
                        ["sigmoid(float32(bfloat16(x0) * x1) * 1.5)"]),
     "what two read is computed once": (lambda m, x: (y := x.exp()) * torch.cumsum(y, 1), ["exp(x0)", "x0 * x1"]),
+    "what only the end reads is computed twice": (
+        lambda m, x: (y := x.clamp(max=0.5)) * (y * 1.5).sigmoid(),
+        ["clamp_max(x0, 0.5) * sigmoid(clamp_max(x0, 0.5) * 1.5)"]),
+    "but no more than one function": (lambda m, x: (y := x.exp().neg()) * y.sigmoid(),
+                                      ["-exp(x0)", "x0 * sigmoid(x0)"]),
+    "limits": (lambda m, x: x.clamp(-0.5, 0.5) + x.clamp(min=0),
+               ["clamp_max(clamp_min(x0, -0.5), 0.5) + clamp_min(x0, 0)"]),
     "a number per row": (lambda m, x: x * x[..., :1].sigmoid(), ["x0 * sigmoid(x1)"]),
     "a larger shape than its reader's": (lambda m, x: x.exp()[..., :1] * m.scale[:1], ["exp(x0)", "x0 * x1"]),
     "a product of matrices between": (lambda m, x: (x.relu() @ m.matrix).neg(), ["relu(x0)", "-x0"]),
@@ -106,6 +115,64 @@ def test_what_nobody_reads_is_no_obstacle() -> None:
         graph.call_function(torch.ops.aten.exp.default, (x,)).meta["val"] = x.meta["val"]
     module = last(program, [FusePointwise()]).modules["toy"]
     assert torch.equal(module(X), X.sigmoid())
+
+
+def experts(m: Written, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, 6)
+    ids = torch.zeros(rows.shape[0], dtype=torch.int64)
+    out: Tensor = torch.ops.specgraph.expert_linear(rows, m.matrix.view(1, 6, 6), None, ids)
+    return out
+
+
+def halves(y: Tensor) -> tuple[Tensor, ...]:
+    return y.chunk(2, -1)
+
+
+def pairs(y: Tensor) -> tuple[Tensor, Tensor]:
+    return y[..., ::2], y[..., 1::2]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return up * nn.functional.silu(gate)
+
+
+GATES = {
+    "halves": (lambda y: swiglu(*halves(y)), "x1 * silu(x0)", False),
+    "pairs": (lambda y: swiglu(*pairs(y)), "x1 * silu(x0)", True),
+    "exchanged": (lambda y: swiglu(*reversed(halves(y))), "x0 * silu(x1)", False),
+    "clamped": (lambda y: swiglu((g := pairs(y))[0].clamp(max=1.0), g[1].clamp(-1.0, 1.0) + 1),
+                "(clamp_max(clamp_min(x1, -1.0), 1.0) + 1) * silu(clamp_max(x0, 1.0))", True),
+    "read elsewhere": (lambda y: torch.cat([swiglu(*halves(y)), y], 1), None, False),
+    "a half read elsewhere": (lambda y: torch.cat([swiglu(*halves(y)), halves(y)[0].cumsum(1)], 1), None, False),
+    "one half": (lambda y: halves(y)[0] * nn.functional.silu(halves(y)[0]), None, False),
+    "the first and the last": (lambda y: swiglu(y[..., ::2], y[..., 3:]), None, False),
+    "every third": (lambda y: swiglu(y[..., ::3], y[..., 1::3]), None, False),
+    "wider": (lambda y: swiglu(*halves(y)).double(), None, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", GATES)
+def test_experts_take_the_gate_behind_them(what: str) -> None:
+    function, gate, in_pairs = GATES[what]
+    module = Written(lambda m, x: function(experts(m, x)))
+    program, expected, actual = run_both(module, X, [FusePointwise()])
+    assert torch.equal(actual, expected)
+    counts = targets(program, "toy")
+    (op,) = calls(program.modules["toy"].graph, torch.ops.specgraph.expert_linear.default)
+    assert (op.kwargs.get("gate"), op.kwargs.get("pairs", False)) == (gate, in_pairs)
+    assert (counts["specgraph.pointwise"] > 0) == (gate is None)
+
+
+@pytest.mark.parametrize(("architecture", "scheme"), [("gpt_oss", ""), ("gpt_oss", "mxfp4"), ("qwen3_moe", "int4")])
+def test_gated_experts_compute_the_same_tokens(architecture: str, scheme: str) -> None:
+    make: Any = partial(quantised, scheme=scheme) if scheme else make_model
+    model, prompts = make(architecture, dtype=torch.bfloat16), ragged_prompts((3, 9))
+    decoder = compiled(model, k=2, lowering={"name": "gpu"})
+    nodes = decoder.stages["fuse_pointwise"].modules["target"].graph.nodes
+    assert len([node for node in nodes if node.kwargs.get("gate")]) == 2
+    plain = compiled(model, k=2, lowering={"name": "gpu"}, passes={"fuse_pointwise": {"enabled": False}})
+    outs = [d.generate(prompts, max_new_tokens=10, temperature=1.0, seed=1) for d in (decoder, plain)]
+    assert all(map(torch.equal, outs[0].new_tokens, outs[1].new_tokens))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2", "falcon_h1", "granite", "gemma2"])

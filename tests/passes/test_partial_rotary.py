@@ -1,4 +1,4 @@
-"""Rotations of the first values of a head become part of the attention, and no other partial rotation does."""
+"""Rotations of the first values of a head, and of its halves apart, become part of the attention; no others do."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ def of_the_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rewritten(
-    monkeypatch: pytest.MonkeyPatch, q: Rotation, k: Rotation, width: int = TURNED
+    monkeypatch: pytest.MonkeyPatch, q: Rotation, k: Rotation, width: int = TURNED, once: bool = False
 ) -> tuple[Counter[str], list[str]]:
     """The calls of a model with these rotations after the pass, and the reasons of its near misses.
 
-    What the model computes stays the same.
+    What the model computes stays the same. Rotations get every angle ``once`` or, as llama's do, for both halves.
     """
 
     def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        n = width // 2 if once else width
+        cos, sin = cos[..., :n].unsqueeze(1), sin[..., :n].unsqueeze(1)
         return q(queries, cos, sin), k(keys, cos, sin)
 
     monkeypatch.setattr(modeling_gpt_neox, "apply_rotary_pos_emb", rotate)
@@ -67,6 +68,49 @@ def test_rotated_first_values_go_into_the_attention(width: int, monkeypatch: pyt
     counts, reasons = rewritten(monkeypatch, of_the_first, of_the_first, width)
     assert not reasons and counts[ROTARY] == 1
     assert not counts.keys() & {"specgraph.paged_attention", "aten.cat", "aten.neg", "aten.slice.Tensor"}
+
+
+def apart(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As gpt_oss rotates."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def sliced(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x[..., : cos.shape[-1]], x[..., cos.shape[-1] : 2 * cos.shape[-1]]
+    return torch.cat((cos * a - sin * b, sin * a + cos * b), -1)
+
+
+def some_apart(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat((apart(x[..., :TURNED], cos, sin), x[..., TURNED:]), -1)
+
+
+@pytest.mark.parametrize(("rotation", "width"), [(apart, DIM), (sliced, DIM), (some_apart, TURNED)])
+def test_halves_that_are_rotated_apart_go_into_the_attention(
+    rotation: Rotation, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, reasons = rewritten(monkeypatch, rotation, rotation, width, once=True)
+    assert not reasons and counts[ROTARY] == 1 and counts["aten.cat"] == 2  # each angle twice
+    assert not counts.keys() & {"specgraph.paged_attention", "aten.mul.Tensor", "aten.sub.Tensor"}
+
+
+TURNS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "the other way": lambda a, b, cos, sin: (a * cos + b * sin, b * cos - a * sin),
+    "exchanged": lambda a, b, cos, sin: (b * cos - a * sin, a * cos + b * sin),
+    "one angle": lambda a, b, cos, sin: (a * cos - b * sin, b * cos + a * cos),
+    "one half": lambda a, b, cos, sin: (a * cos - b * sin, b * cos + b * sin),
+    "no product": lambda a, b, cos, sin: (a * cos - b, b * cos + a * sin),
+}
+
+
+@pytest.mark.parametrize("planted", TURNS)
+def test_other_turns_of_halves_are_left_and_named(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return torch.cat(TURNS[planted](*x.chunk(2, -1), cos, sin), -1)
+
+    counts, (reason,) = rewritten(monkeypatch, apart, wrong, DIM, once=True)
+    assert counts["specgraph.paged_attention"] == 1 and ROTARY not in counts
+    assert "is not a rotation by halves" in reason or "does not begin with rotated values" in reason
 
 
 def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -136,13 +180,13 @@ def test_other_widths_are_left_and_named(
 
 MODELS = {
     "phi": 2, "phi3": 2, "gpt_neox": 2, "stablelm": 2, "glm4_moe": 2, "qwen3_next": 1, "qwen3_5_text": 1, "bamba": 1,
-    "mimo_v2_flash": 2, "step_text": 2,
+    "mimo_v2_flash": 2, "step_text": 2, "gpt_oss": 2,
 }  # fmt: skip
-"""Models that rotate a part of each head, and how many layers with attention they have."""
+"""Models that rotate a part of each head, or its halves apart, and how many layers with attention they have."""
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_models_that_rotate_a_part_of_each_head(architecture: str) -> None:
+def test_models_of_other_rotations_have_them_in_the_attention(architecture: str) -> None:
     program = last(first(target=trace(make_model(architecture))), [InsertKVCache(4), InsertRecurrentState(), *LOWERING])
     verify_program(program)
     counts = targets(program)
@@ -157,7 +201,7 @@ def test_interleaved_rotations_are_left_and_named(architecture: str) -> None:
     assert len(reasons) == 2 and all("is not a rotation by halves" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_neox", "glm4_moe", "qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("architecture", ["gpt_neox", "glm4_moe", "qwen3_next", "qwen3_5_text", "gpt_oss"])
 def test_a_lowered_decoder_gives_the_tokens_of_the_plain_one(architecture: str) -> None:
     model, prompts = make_model(architecture, dtype=torch.float64), ragged_prompts((3, 9))
     eager, lowered = (compiled(model, k=2, lowering={"name": name}) for name in ("eager", "gpu"))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specgraph.kernels.linear import experts
+from specgraph.kernels.pointwise.pointwise import POINTWISE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, INNER, OUTER, EXPERTS = 7, 5, 3, 4
@@ -101,6 +104,47 @@ def test_a_row_is_bit_for_bit_the_same_beside_any_others(transposed: bool, dtype
     assert torch.equal(run(torch.cat([crowd, every[5:6]]))[-1:], together[5:6])
 
 
+GATES = {
+    "gpt_oss": (
+        "(clamp_max(clamp_min(x1, -7.0), 7.0) + 1) * (clamp_max(x0, 7.0) * sigmoid(clamp_max(x0, 7.0) * 1.702))", True,
+    ),
+    "halves": ("silu(x0) * x1", False),
+}  # fmt: skip
+"""Programs of gates, and whether a gate and its input are neighbours."""
+
+
+def gates_and_inputs(y: Tensor, pairs: bool) -> list[Tensor]:
+    return [y[:, ::2], y[:, 1::2]] if pairs else list(y.chunk(2, -1))
+
+
+@every_form
+@both_layouts
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "outer"), [(torch.float32, 7, 140), (torch.bfloat16, 3, 66), (torch.float16, 110, 130)], ids=str
+)
+def test_a_gate_has_the_bits_of_its_program_behind_the_product(
+    form: str, transposed: bool, gate: str, dtype: torch.dtype, rows: int, outer: int
+):
+    count, inner = 3, 40
+    shape = (count, inner, outer) if transposed else (count, outer, inner)
+    # Sums are exact, since the interpreter's library may take another order in another tile. Some are clamped.
+    weight, x = (normal(*s, dtype=dtype, seed=i).mul(2).round() for i, s in enumerate((shape, (rows, inner))))
+    bias, ids = normal(count, outer, dtype=dtype, seed=2), torch.arange(rows, device=DEVICE) * 5 // 3 % count
+    program, pairs = GATES[gate]
+
+    def run(index: Tensor, **options: Any) -> Tensor:
+        return FORMS[form](x[index], weight, bias, ids[index], transposed=transposed, **options)
+
+    every = torch.arange(rows, device=DEVICE)
+    plain, together = run(every), run(every, gate=program, pairs=pairs)
+    (expected,) = POINTWISE.form(form)(gates_and_inputs(plain, pairs), program)
+    assert together.shape == (rows, outer // 2) and together.dtype == dtype
+    assert torch.equal(together, expected) and float(plain.abs().max()) > 7
+    for index in (every[:1], every[1:3], every.flip(0)) if form == "triton" else ():
+        assert torch.equal(run(index, gate=program, pairs=pairs), together[index])
+
+
 def test_rows_and_weights_are_read_where_they_lie():
     x, weight, bias, ids = arguments(False, True, torch.float32)
     expected = FORMS["triton"](x, weight, bias, ids)
@@ -141,6 +185,21 @@ def test_no_rows_give_no_rows_and_the_dtype_is_that_of_x(form: str):
 def test_the_op_is_registered_as_it_behaves(transposed: bool, has_bias: bool):
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(expert_linear, arguments(transposed, has_bias), {"transposed": transposed}, test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("outer", "gate", "message"),
+    [
+        (3, "x0 * x1", "a gate takes pairs of outputs, not 3"),
+        (4, "x0, x1", "gate must give one result in torch.float32"),
+        (4, "float16(x0) * float16(x1)", "gate must give one result in torch.float32"),
+        (4, "x0 * x2", "has the inputs x0 to x1"),
+    ],
+)
+def test_gates_that_do_not_fit_are_refused(outer: int, gate: str, message: str):
+    x, weight, ids = torch.zeros(2, 5), torch.zeros(2, outer, 5), torch.zeros(2, dtype=torch.int64)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=message):
+        expert_linear(*map(mode.from_tensor, (x, weight)), None, mode.from_tensor(ids), gate=gate)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM, NormParts, norm_parts_reference
 from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PACKED_LINEAR_NORM, packed_linear
+from specgraph.kernels.pointwise.pointwise import POINTWISE
 from tests.kernels.packed.definition import (
     DEVICE,
     EVERY_FAULT,
@@ -159,6 +160,21 @@ def test_experts_without_rows_are_not_read_and_no_rows_give_none(name: str, form
     weight[1][1], bias[1] = 255 if name.startswith("mxfp4") else torch.nan, torch.nan
     assert torch.equal(run.form(form)(x, weight, bias, IDS, format=name), expected)
     assert run.form(form)(x[:0], weight, None, IDS[:0], format=name).shape == (0, SHAPES[name][0])
+
+
+@every_form
+@every_format
+@pytest.mark.parametrize("pairs", [False, True], ids=["halves", "pairs"])
+def test_a_gate_has_the_bits_of_its_program_behind_the_product(name: str, pairs: bool, form: str) -> None:
+    x, bias = rows(name, len(IDS), dtype=torch.bfloat16), bias_of(name, EXPERTS, dtype=torch.bfloat16)
+    weight, even = random_weight(name, EXPERTS), SHAPES[name][0] // 2 * 2
+    if not name.startswith("fp8"):
+        weight, bias = [part[:, :even] for part in weight], bias[:, :even]
+    run, program = PACKED_EXPERT_LINEAR.form(form), "clamp_max(x0, 7.0) * sigmoid(x0 * 1.702) * (x1 + 1)"
+    plain = run(x, weight, bias, IDS, format=name)
+    halves = [plain[:, ::2], plain[:, 1::2]] if pairs else list(plain.chunk(2, -1))
+    found = run(x, weight, bias, IDS, format=name, gate=program, pairs=pairs)
+    assert torch.equal(found, POINTWISE.form(form)(halves, program)[0])
 
 
 # How the ops are registered, and what they refuse

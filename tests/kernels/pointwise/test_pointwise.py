@@ -14,7 +14,8 @@ from tests.kernels.linear.test_norm import DEVICE, normal
 
 FORMS = ("reference", "triton")
 GATES = "sigmoid(x0), -exp(float32(x1)) * softplus(float32(x2) + x3)"
-UNARY = [name for name in FUNCTIONS if name not in {"add", "sub", "mul", "div", "neg", "float64"}]
+OTHERS = {"add", "sub", "mul", "div", "neg", "float64", "clamp_min", "clamp_max"}
+UNARY = [name for name in FUNCTIONS if name not in OTHERS]
 
 
 def run(form: str, program: str, *inputs: Tensor) -> list[Tensor]:
@@ -41,6 +42,17 @@ def test_operators_round_after_each_as_pytorch_does(dtype: torch.dtype) -> None:
     (actual,) = run("triton", "(x0 * x1 - x2 / 3) * 1.7 + -x1 / x0", *given)
     x, y, z = (value.cpu() for value in given)  # on a GPU, PyTorch multiplies by the reciprocal of a number
     assert torch.equal(actual.cpu(), (x * y - z / 3) * 1.7 + -y / x)  # none of them is more exact than its dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_limits_are_those_of_pytorch(dtype: torch.dtype) -> None:
+    """1.7 is no bfloat16 and no float16; NaN stays, as it does there."""
+    x = torch.tensor([-9.0, -1.7, -1.0, 0.5, 1.69, 1.7, 1.71, 3.0, float("inf"), -float("inf"), float("nan")])
+    x = x.to(dtype).to(DEVICE)
+    actual = run("triton", "clamp_min(x0, -1.7), clamp_max(x0, 1.7), clamp_max(clamp_min(x0, -1.7), 1.7)", x)
+    for found, limits in zip(actual, ((-1.7, None), (None, 1.7), (-1.7, 1.7)), strict=True):
+        expected = x.clamp(*limits)
+        assert found.dtype == dtype and torch.equal(found.nan_to_num(99), expected.nan_to_num(99))
 
 
 def test_results_have_the_dtypes_that_pytorch_gives() -> None:
