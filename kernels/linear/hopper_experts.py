@@ -14,6 +14,9 @@ order, as columns that ``wgmma`` sums by themselves.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,12 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgraph.kernels import launch as launches
-from specgraph.kernels.linear.hopper import BLOCK_K, descriptor, takes_words
+from specgraph.kernels.linear.experts import Behind, expert_slices
+from specgraph.kernels.linear.hopper import BLOCK_K, Ring, descriptor, takes_words
 from specgraph.kernels.linear.hopper_kernel import OUT, TILE_O
 from specgraph.kernels.linear.hopper_packed import load_scales, multiply_packed
 from specgraph.kernels.linear.hopper_ring import fill_weight, fill_x
 from specgraph.kernels.linear.multiply_packed import per_word
 from specgraph.kernels.linear.product import Scales
+from specgraph.kernels.pointwise.pointwise_triton import gate_function
 
 MOST_ROWS_EACH = 16
 """More rows for each expert, on average, go to larger tiles. They are not timed."""
@@ -72,21 +77,38 @@ def _sort_rows_kernel(
 
 
 @gluon.jit
+def _rounded(y, bias_ptr, expert, first, end, out_features, KIND: gl.constexpr):
+    """``y + bias`` of the outputs from ``first`` on, ``[64, BLOCK_N]``: values of ``KIND`` in float32."""
+    y = gl.convert_layout(y, OUT)
+    if bias_ptr is not None:
+        o = first + gl.arange(0, _TILE_O, gl.SliceLayout(1, OUT))
+        bias = gl.load(bias_ptr + expert.to(gl.int64) * out_features + o, mask=o < end, other=0.0)
+        y = y + bias.to(gl.float32)[:, None]
+    return y.to(KIND).to(gl.float32)
+
+
+@gluon.jit
 def experts_hopper_kernel(
     weight, x, out_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, scale_stride, scale_stride_e, out_features,
-    in_features, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
+    in_features, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, SLICES: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, FORMAT: gl.constexpr,
+    GATE: gl.constexpr, PAIRS: gl.constexpr, PDL: gl.constexpr,
 ):
     """A tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
 
-    ``weight``, the matrices of all experts one below the other, and ``x``, whose rows are sorted, are descriptors.
+    ``weight``, the matrices of all experts one below the other, and ``x``, whose rows are sorted, are descriptors. Each
+    of ``SLICES`` of the summed dimension has a group of warps, or one group takes all of them. ``GATE`` is a function
+    of two outputs, which are neighbours if ``PAIRS``, or else in two tiles.
     """
     BLOCK_W: gl.constexpr = BLOCK_K // per_word(FORMAT)
-    WEIGHT_BITS: gl.constexpr = _TILE_O * BLOCK_W * weight.dtype.primitive_bitwidth
+    TILES: gl.constexpr = 1 if GATE is None or PAIRS else 2
+    WEIGHT_BITS: gl.constexpr = TILES * _TILE_O * BLOCK_W * weight.dtype.primitive_bitwidth
     BYTES: gl.constexpr = PARTS * (WEIGHT_BITS + BLOCK_N * BLOCK_K * x.dtype.primitive_bitwidth) // 8
-    ring = gl.allocate_shared_memory(weight.dtype, [STAGES * PARTS, _TILE_O, BLOCK_W], weight.layout)
-    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * PARTS, BLOCK_N, BLOCK_K], x.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    OWN_SLICES: gl.constexpr = SLICES // WARP_GROUPS
+    PLACES: gl.constexpr = WARP_GROUPS * STAGES * PARTS
+    ring = gl.allocate_shared_memory(weight.dtype, [PLACES * TILES, _TILE_O, BLOCK_W], weight.layout)
+    x_ring = gl.allocate_shared_memory(x.dtype, [PLACES, BLOCK_N, BLOCK_K], x.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS * STAGES, 1], mbarrier.MBarrierLayout())
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -94,32 +116,53 @@ def experts_hopper_kernel(
     row = gl.program_id(0) * _TILE_O
     begin = gl.load(starts_ptr + expert)
     end = gl.load(starts_ptr + expert + 1)
-    o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, OUT))
+    lines = out_features // TILES  # where tiles are two, those of the first are the first half
+    KIND: gl.constexpr = out_ptr.dtype.element_ty
     for first_n in range(begin, end, BLOCK_N):
         weight_row = expert * out_features + row
         fill_weight(
-            weight, ring, barriers, weight_row, 0, 0, 1, BLOCKS, BLOCK_W, PARTS, STAGES, 1, 1, BYTES, False
+            weight, ring, barriers, weight_row, lines, 0, 1, OWN_SLICES * BLOCKS, BLOCK_W, PARTS, STAGES, WARP_GROUPS,
+            TILES, BYTES, False,
         )
         scales = load_scales(
-            scale_ptr + expert.to(gl.int64) * scale_stride_e, scale_stride, row, out_features, 0, in_features, BLOCKS,
-            1, 1, 1,
+            scale_ptr + expert.to(gl.int64) * scale_stride_e, scale_stride, row, lines, 0, in_features,
+            OWN_SLICES * BLOCKS, WARP_GROUPS, TILES, 1,
         )  # fmt: skip
-        fill_x(x, x_ring, barriers, first_n, 0, BLOCKS, BLOCK_K, PARTS, STAGES, 1, False)
-        # ---- the product of a tile of the weight and rows: [64, BLOCK_N]
-        y, _ = multiply_packed(
-            weight, x, ring, x_ring, scales, None, barriers, weight_row, 0, first_n, 0, BLOCK_N, BLOCK_K, BLOCK_W,
-            BLOCKS, 1, PARTS, STAGES, 1, 1, BYTES, FORMAT, 0,
+        fill_x(x, x_ring, barriers, first_n, 0, OWN_SLICES * BLOCKS, BLOCK_K, PARTS, STAGES, WARP_GROUPS, False)
+        # ---- the products of one or two tiles of the weight and rows: [64, BLOCK_N] each
+        y, second = multiply_packed(
+            weight, x, ring, x_ring, scales, None, barriers, weight_row, lines, first_n, 0, BLOCK_N, BLOCK_K, BLOCK_W,
+            BLOCKS, OWN_SLICES, PARTS, STAGES, WARP_GROUPS, TILES, BYTES, FORMAT, REGISTERS,
         )  # fmt: skip
-        for stage in gl.static_range(STAGES):
+        for stage in gl.static_range(WARP_GROUPS * STAGES):
             mbarrier.invalidate(barriers.index(stage))
-        y = gl.convert_layout(y, OUT)
+        y = _rounded(y, bias_ptr, expert, row, lines, out_features, KIND)
+        first_o = row
+        if TILES == 2:
+            y = GATE(y, _rounded(second, bias_ptr, expert, row + lines, out_features, out_features, KIND))
+        elif PAIRS:
+            # ---- neighbours: [32, BLOCK_N] each
+            y, second = gl.split(gl.permute(gl.reshape(y, (_TILE_O // 2, 2, BLOCK_N)), (0, 2, 1)))
+            y = gl.convert_layout(GATE(y, second), OUT)
+            first_o = row // 2
+        # ---- the results of the rows that belong to the expert, at their places: [64 or 32, BLOCK_N]
+        results = out_features if GATE is None else out_features // 2
+        o = first_o + gl.arange(0, y.shape[0], gl.SliceLayout(1, OUT))
         n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))
-        if bias_ptr is not None:
-            bias = gl.load(bias_ptr + expert.to(gl.int64) * out_features + o, mask=o < out_features, other=0.0)
-            y = y + bias.to(gl.float32)[:, None]
         place = gl.load(order_ptr + n, mask=n < end, other=0).to(gl.int64)
-        mask = (o < out_features)[:, None] & (n < end)[None, :]
-        gl.store(out_ptr + place[None, :] * out_features + o[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
+        mask = (o < results)[:, None] & (n < end)[None, :]
+        gl.store(out_ptr + place[None, :] * results + o[:, None], y.to(KIND), mask=mask)
+
+
+def expert_ring(rows: int, experts: int, slices: int) -> Ring:
+    """The ring for so many rows, as timed on an H200 with the shapes of gpt-oss-20b.
+
+    Few programs want fewer turns of their loops, many want to be together on a multiprocessor.
+    """
+    block_n = 8 if rows <= 4 * experts else 16
+    if 4 * rows <= experts and slices == 2:
+        return Ring(block_n, False, 2, 4, 2, 168)
+    return Ring(block_n, False, 4, 1)
 
 
 def covers_experts(x: Tensor, words: Tensor, scales: Scales) -> bool:
@@ -129,26 +172,31 @@ def covers_experts(x: Tensor, words: Tensor, scales: Scales) -> bool:
     return words.is_contiguous() and words.shape[-1] % 4 == 0 and words.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0
 
 
-def launch_experts(
-    out: Tensor, x: Tensor, words: Tensor, bias: Tensor | None, expert_ids: Tensor, scales: Scales
-) -> None:
-    """Fill ``out`` ``[S, O]`` from rows ``[S, I]`` and the words of a stack ``[E, O, I]``."""
-    (rows, inner), (experts, outer, _) = x.shape, words.shape
-    block_n = 8 if rows <= 4 * experts else 16
-    order, starts = expert_ids.new_empty(rows, dtype=torch.int32), expert_ids.new_empty(experts + 1, dtype=torch.int32)
+def launch_experts(out: Tensor, x: Tensor, words: Tensor, given: Behind, scales: Scales) -> None:
+    """Fill ``out`` from rows ``[S, I]`` and the words of a stack ``[E, O, I]``; ``given`` has the other arguments."""
+    (rows, inner), (experts, outer, _), ids, bias = x.shape, words.shape, given.expert_ids, given.bias
+    order, starts = ids.new_empty(rows, dtype=torch.int32), ids.new_empty(experts + 1, dtype=torch.int32)
     sorted_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     launches.launch(
-        _sort_rows_kernel, (max(rows, experts + 1),), order, starts, sorted_x, expert_ids.contiguous(), x.contiguous(),
-        rows, experts, INNER=inner, BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
+        _sort_rows_kernel, (max(rows, experts + 1),), order, starts, sorted_x, ids.contiguous(), x.contiguous(), rows,
+        experts, INNER=inner, BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
     )
-    # Few programs want fewer turns of their loops, many want to be together on a multiprocessor.
-    stages, parts = (2, 4) if 4 * rows <= experts else (4, 1)
-    blocks = triton.cdiv(triton.cdiv(inner, BLOCK_K), parts) * parts
+    slices, blocks = expert_slices(inner)
+    ring = expert_ring(rows, experts, slices)
     pdl = launches.supports_pdl(x.device)
-    experts_hopper_kernel[(triton.cdiv(outer, TILE_O), experts)](
+    pairs = given.pairs and bool(given.gate)
+    experts_hopper_kernel[(triton.cdiv(outer if pairs or not given.gate else outer // 2, TILE_O), experts)](
         descriptor(words.view(experts * outer, -1), TILE_O, BLOCK_K * words.shape[-1] // inner),
-        descriptor(sorted_x, block_n, BLOCK_K), out, None if bias is None else bias.contiguous(), order, starts,
-        scales.weight, scales.weight.stride(-2), scales.weight.stride(0), outer, inner, BLOCK_N=block_n,
-        BLOCK_K=BLOCK_K, BLOCKS=blocks, STAGES=stages, PARTS=parts, FORMAT=scales.format, PDL=pdl, num_warps=4,
-        enable_fp_fusion=False, **launches.launch_options(pdl),
+        descriptor(sorted_x, ring.block_n, BLOCK_K), out, None if bias is None else bias.contiguous(), order, starts,
+        scales.weight, scales.weight.stride(-2), scales.weight.stride(0), outer, inner, BLOCK_N=ring.block_n,
+        BLOCK_K=BLOCK_K, BLOCKS=blocks, SLICES=slices, STAGES=ring.stages, PARTS=ring.parts,
+        WARP_GROUPS=ring.warp_groups, REGISTERS=ring.registers or 0, FORMAT=scales.format,
+        GATE=_gate(given.gate, out.dtype) if given.gate else None, PAIRS=pairs, PDL=pdl, num_warps=4,
+        maxnreg=ring.registers, enable_fp_fusion=False, **launches.launch_options(pdl),
     )
+
+
+@functools.cache
+def _gate(program: str, dtype: torch.dtype) -> Any:
+    """A gate as a function of Gluon's, which has the same source."""
+    return gluon.jit(gate_function(program, dtype).fn)

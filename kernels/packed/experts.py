@@ -96,8 +96,8 @@ def packed_expert_linear_hopper(given: PackedExpertLinear) -> Tensor:
     x, weight = given.x, given.weight
     operands = packed_words(format_of(given.format), x.shape[1], x.dtype, weight)
     assert operands is not None, "_hopper_covers has seen them"
-    out = x.new_empty(x.shape[0], weight[0].shape[1])
-    _hopper().launch_experts(out, x, operands[0], given.bias, given.expert_ids, operands[1])
+    out = x.new_empty(x.shape[0], gated_outputs(weight[0].shape[1], given.gate))
+    _hopper().launch_experts(out, x, operands[0], given, operands[1])
     return out
 
 
