@@ -31,7 +31,10 @@ class Format:
         per_element: how many numbers an element of that dtype holds.
         scale_dtypes: the dtypes that scales may have.
         quantises_rows: whether rows of activations are quantised, too, by :meth:`quantise_rows`.
-        kinds: what each of the parts holds: ``numbers``, then ``scale``, ``zero point`` or ``group index``.
+        kinds: what each of the parts holds: ``numbers``, then ``scale``, ``global scale``, ``zero point`` or ``group
+            index``.
+        of_matrix: the parts that files hold once for a matrix, ``[1]``. Modules have them for each output, ``[O, 1]``,
+            so that matrices can be joined.
         shared: the kind of the tensor that has an element for several outputs, if one has (:meth:`outputs_together`).
         own_order: whether each weight says by itself which inputs are a group, so that several cannot be joined or
             stacked.
@@ -50,6 +53,7 @@ class Format:
     scale_dtypes: tuple[torch.dtype, ...]
     quantises_rows: bool = False
     kinds: tuple[str, ...] = ("numbers", "scale")
+    of_matrix: tuple[str, ...] = ()
     shared: str = "scale"
     own_order: bool = False
     expanded: bool = True
@@ -73,7 +77,7 @@ class Format:
 
     def check_scale(self, outputs: int, inputs: int, scale: Tensor) -> None:
         """Raise ValueError unless ``scale`` has the shape that a weight ``[outputs, inputs]`` needs."""
-        _, (wanted, _) = self.shapes(outputs, inputs, None, scale.dtype)
+        _, (wanted, _), *_ = self.shapes(outputs, inputs, None, scale.dtype)
         require(
             self.why_not(outputs, inputs, None) is None and tuple(scale.shape[-2:]) == wanted,
             lambda: f"scale is {list(scale.shape)}; for [{outputs}, {inputs}] it must be {list(wanted)}",

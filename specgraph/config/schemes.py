@@ -1,4 +1,4 @@
 """The names of schemes, apart from what they do, so that the command line can check one without importing torch."""
 
-SCHEMES = ("int4", "mxfp4", "fp8")
+SCHEMES = ("int4", "mxfp4", "fp8", "nvfp4")
 """The schemes in which :func:`specgraph.quantise` can store weights, and ``bench weights=`` draws them."""

@@ -16,6 +16,8 @@ from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.int4 import INT4, WHOLE_ROW
 from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import GROUP, MXFP4
+from specgraph.kernels.packed.nvfp4 import GROUP as NV_GROUP
+from specgraph.kernels.packed.nvfp4 import NVFP4
 from specgraph.schemes.eight_bits import EIGHTS, read_eights, state_eights
 from specgraph.schemes.layout import Layout, check_one_of, check_stated
 from specgraph.schemes.targets import matches, targeted
@@ -24,6 +26,9 @@ FORMATS: dict[str, tuple[Format, dict[str, Any]]] = {
     "pack-quantized": (INT4, {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}),
     "mxfp4-pack-quantized": (
         MXFP4, {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": GROUP},
+    ),
+    "nvfp4-pack-quantized": (
+        NVFP4, {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": NV_GROUP},
     ),
 }  # fmt: skip
 """What ``format`` says, the format of the weights, and what each of their properties has to be."""
@@ -102,12 +107,13 @@ class CompressedTensors(Layout):
 
     def adapted(self, files: Files, known: Container[str]) -> tuple[CompressedTensors, Files]:
         """One scale of a matrix is repeated for each of its outputs, so that matrices can be joined."""
-        if not self.per_tensor:
-            return self, files
-        tensors, leaf = dict(files.tensors), "_scale"
-        for name, weight in files.tensors.items():
-            if f"{name}{leaf}" in tensors:
-                tensors[f"{name}{leaf}"] = _repeated(f"{name}{leaf}", tensors[f"{name}{leaf}"], weight.shape[0])
+        single = (*self.form.of_matrix, *(("weight_scale",) if self.per_tensor else ()))
+        tensors = dict(files.tensors)
+        for name, scale in files.tensors.items():
+            layer, _, leaf = name.rpartition(".")
+            numbers = tensors.get(f"{layer}.{self.form.parts[0]}")
+            if leaf in single and numbers is not None:
+                tensors[name] = _repeated(name, scale, numbers.shape[0])
         return self, dataclasses.replace(files, tensors=tensors)
 
     def kept(self, stated: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
@@ -128,7 +134,7 @@ class CompressedTensors(Layout):
 
 
 def _repeated(name: str, scale: StoredTensor, outputs: int) -> StoredTensor:
-    if scale.shape != (1,):
+    if scale.shape not in ((), (1,)):
         raise UnsupportedModelError(
             f"{name} of {scale.file} has the shape {list(scale.shape)}, and config.json needs [1]; one of them is of "
             "another model."

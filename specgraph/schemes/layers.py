@@ -108,11 +108,16 @@ class PackedLinear(Packed):
         if isinstance(form, Arranged):
             numbers = destination.pop(f"{prefix}{form.parts[0]}")
             destination[f"{prefix}{form.published.parts[0]}"] = form.restore(numbers.detach())
+        for key in (f"{prefix}{name}" for name in form.of_matrix):
+            destination[key] = destination[key][0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         form = format_of(self.format)
         if isinstance(form, Arranged) and (published := f"{prefix}{form.published.parts[0]}") in state_dict:
             state_dict[f"{prefix}{form.parts[0]}"] = form.arrange(state_dict.pop(published))
+        for key in (f"{prefix}{name}" for name in form.of_matrix):
+            if key in state_dict and state_dict[key].shape == (1,):
+                state_dict[key] = state_dict[key].expand(self.out_features, 1)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:

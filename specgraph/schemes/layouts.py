@@ -11,6 +11,8 @@ from specgraph.kernels.packed.fp8 import FP8_BLOCKS
 from specgraph.kernels.packed.int4 import GROUP, INT4
 from specgraph.kernels.packed.mxfp4 import GROUP as MX_GROUP
 from specgraph.kernels.packed.mxfp4 import MXFP4
+from specgraph.kernels.packed.nvfp4 import GROUP as NV_GROUP
+from specgraph.kernels.packed.nvfp4 import NVFP4
 from specgraph.schemes.awq import Awq
 from specgraph.schemes.compressed_tensors import CompressedTensors
 from specgraph.schemes.fine_grained import FineGrained
@@ -38,6 +40,8 @@ def layout_for(model: nn.Module, scheme: str, group_size: int | None, ignore: Se
     """The layout in which a model is stored in one of :data:`~specgraph.config.schemes.SCHEMES`."""
     if scheme == "int4":
         return CompressedTensors(INT4, GROUP if group_size is None else group_size, tuple(ignore))
+    if scheme == "nvfp4":
+        return CompressedTensors(NVFP4, NV_GROUP if group_size is None else group_size, tuple(ignore))
     if scheme == "fp8":
         return FineGrained(FP8_BLOCKS, group_size, tuple(ignore))
     if getattr(getattr(model, "config", None), "model_type", None) == "gpt_oss":

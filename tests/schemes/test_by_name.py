@@ -80,7 +80,7 @@ def test_the_dtype_is_that_of_all_that_is_not_packed(
 
 @pytest.mark.parametrize(
     ("scheme", "key", "value"),
-    [("int4", "format", "marlin-24"), ("mxfp4", "format", "nvfp4-pack-quantized"),
+    [("int4", "format", "marlin-24"), ("mxfp4", "format", "mxfp8-quantized"),
      ("fp8", "activation_scheme", "static")],
 )  # fmt: skip
 def test_another_format_of_a_known_tool_is_refused(scheme: str, key: str, value: str, tmp_path: Path) -> None:

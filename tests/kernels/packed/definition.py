@@ -36,11 +36,12 @@ VALUES = {
     "int4": [code - 8.0 for code in range(16)],
     "int4_arranged": [code - 8.0 for code in range(16)],
     "mxfp4": [floating(code, 2, 1) for code in range(16)],
+    "nvfp4": [floating(code, 2, 1) for code in range(16)],
     "fp8_blocks": [floating(code, 4, 3) for code in range(256)],  # 127 and 255 are no numbers
     "fp8_blocks_arranged": [floating(code, 4, 3) for code in range(256)],
 }
 """What each code means."""
-BITS = {"int4": 4, "int4_arranged": 4, "mxfp4": 4, "fp8_blocks": 8, "fp8_blocks_arranged": 8}
+BITS = {"int4": 4, "int4_arranged": 4, "mxfp4": 4, "nvfp4": 4, "fp8_blocks": 8, "fp8_blocks_arranged": 8}
 
 
 def place(name: str, i: int, per_element: int) -> tuple[int, int]:
@@ -56,9 +57,11 @@ def place(name: str, i: int, per_element: int) -> tuple[int, int]:
 
 def matrix(name: str, weight: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
     """The weight ``[O, I]`` or ``[E, O, I]``, by a loop over its entries."""
-    numbers, scale = (part.detach().cpu() for part in weight)
+    numbers, scale, *of_output = (part.detach().cpu() for part in weight)
     if numbers.dim() == 3:
-        return torch.stack([matrix(name, parts, dtype) for parts in zip(numbers, scale, strict=True)])
+        return torch.stack([matrix(name, parts, dtype) for parts in zip(*weight, strict=True)])
+    if name == "nvfp4":
+        scale = scale.float() / of_output[0].float()
     bits, words = BITS[name], numbers.view(torch.int32 if name.startswith("int4") else torch.uint8).tolist()
     scales = [[2.0 ** (x - 127) if name == "mxfp4" else x for x in row] for row in scale.tolist()]
     per_word = 8 * numbers.element_size() // bits

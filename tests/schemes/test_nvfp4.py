@@ -1,0 +1,122 @@
+"""NVFP4: its meaning and its files, against compressed-tensors, and tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import NVFP4A16
+from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
+from safetensors.torch import load_file
+from torch import Tensor
+
+import specgraph
+from specgraph.errors import UnsupportedModelError
+from specgraph.kernels.packed.nvfp4 import NVFP4
+from specgraph.schemes.compressed_tensors import CompressedTensors
+from specgraph.schemes.layouts import read_layout
+from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
+from tests.ir.test_linear import misses
+from tests.kernels.packed.definition import matrix, normal
+from tests.models import ragged_prompts, saved
+from tests.schemes.files import assert_equal_models, changed, drop, put
+from tests.schemes.models import oracle, packed_experts, packed_layers, quantised
+
+THEIRS = QuantizationScheme(targets=["Linear"], **NVFP4A16)
+PROJECTION = "model.layers.1.mlp.down_proj"
+SCALE = f"{PROJECTION}.weight_global_scale"
+
+
+def by_package(layer: dict[str, Tensor]) -> Tensor:
+    """The weight that compressed-tensors makes of a layer's tensors in files, in bfloat16."""
+    return NVFP4PackedCompressor.decompress(layer, THEIRS)["weight"]
+
+
+def test_weights_are_those_of_compressed_tensors() -> None:
+    """Bit for bit: scales, numbers, and what its reader makes of them."""
+    weight = normal(40, 96, dtype=torch.float32).cpu()
+    weight[2], weight[3] = 0, weight[3] * 1e-6  # groups without a scale, and with one that is rounded to 0
+    groups = weight.unflatten(-1, (-1, 16))
+    whole = generate_gparam(weight.min(), weight.max())
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), THEIRS.weights, global_scale=whole)
+    given = {"weight": weight, "weight_scale": scale, "weight_global_scale": whole}
+    theirs, ours = NVFP4PackedCompressor.compress(given, THEIRS), NVFP4.quantise(weight)
+    assert torch.equal(ours[0], theirs["weight_packed"])
+    assert torch.equal(ours[1].float(), theirs["weight_scale"].float()) and torch.equal(ours[2], whole.expand(40, 1))
+    assert torch.equal(by_package(theirs), NVFP4.dequantise(ours, torch.float32).bfloat16())
+    assert torch.equal(NVFP4.dequantise(ours, torch.float64), matrix("nvfp4", ours))
+    wrong = [ours[0], ours[1], 1 / ours[2]]  # as if scales were multiplied
+    assert not torch.equal(NVFP4.dequantise(wrong, torch.float64), matrix("nvfp4", ours))
+
+
+def test_a_stack_is_rounded_matrix_by_matrix_and_zeros_have_scales() -> None:
+    given = normal(3, 8, 32, dtype=torch.bfloat16)
+    given[1] = 0
+    together, apart = NVFP4.quantise(given), [NVFP4.quantise(x) for x in given]
+    for found, parts in zip(together, zip(*apart, strict=True), strict=True):
+        assert torch.equal(found.float(), torch.stack([part.float() for part in parts]))
+    assert not NVFP4.dequantise(together, torch.float32)[1].any() and bool(together[2].isfinite().all())
+
+
+def apart(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Files in which every matrix has a global scale of its own."""
+    for place, name in enumerate(sorted(name for name in tensors if name.endswith("global_scale"))):
+        tensors[name] = tensors[name] * (1 + place / 100)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_files_are_those_of_compressed_tensors(architecture: str, tmp_path: Path) -> None:
+    """Each layer is what the package makes of the files, also behind merging and saving once more."""
+    folder = changed(quantised(architecture, "nvfp4", torch.float32), tmp_path / "first", apart)
+    stored, found = load_file(folder / "model.safetensors"), specgraph.load(folder)
+    made = specgraph.compile_speculative(found, {**CONFIG, "draft": {"kind": "none"}})
+    assert architecture != "llama" or not misses(made, "merge_linears")
+    weights = {name: layer.dequantised(torch.float32) for name, layer in packed_layers(found).items()}
+    for name, experts in packed_experts(found).items():
+        parts = [experts.get_parameter(f"gate_up_proj{part}") for part in NVFP4.stack_parts]
+        gate, up = NVFP4.dequantise(parts, torch.float32)[1].chunk(2)
+        weights |= {f"{name}.1.gate_proj": gate, f"{name}.1.up_proj": up}
+    for name, weight in weights.items():
+        layer = {part: stored[f"{name}.{part}"] for part in NVFP4.parts}
+        assert layer["weight_global_scale"].shape == (1,)
+        assert torch.equal(by_package(layer), weight.bfloat16())
+    again = specgraph.load(saved(found, tmp_path / "second"))
+    assert_equal_models(again, found)
+    again.load_state_dict(found.state_dict())
+    theirs = QuantizationConfig.model_validate(found.config.quantization_config).config_groups["group_0"]
+    assert isinstance(theirs, QuantizationScheme) and NVFP4PackedCompressor.can_compress(torch.nn.Linear, theirs)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_tokens_are_those_of_the_dequantised_model(architecture: str) -> None:
+    model, prompts = quantised(architecture, "nvfp4"), ragged_prompts()
+    expected = oracle(model)
+    config = {**CONFIG, "draft": {"kind": "ngram", "num_speculative_tokens": 3}}
+    tokens = specgraph.compile_speculative(model, config).generate(prompts, max_new_tokens=8, eos_token_id=[])
+    assert_same_tokens(expected, prompts, tokens.new_tokens, forward_greedy(expected, prompts, 8))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (None, rf"no tensor {SCALE}"),
+        (torch.zeros(1), rf"{SCALE} of .* is 0\.0 at \[0, 0\]; scales must be"),
+        (torch.ones(2), r"the shape \[2\], and config.json needs \[1\]"),
+        (torch.ones(1, dtype=torch.int32), r"global_scale of .* is torch.int32; it must be"),
+    ],
+)
+def test_damaged_scales_are_refused(tensor: Tensor | None, message: str, tmp_path: Path) -> None:
+    change = drop(SCALE) if tensor is None else put(SCALE, tensor)
+    with pytest.raises(UnsupportedModelError, match=message):
+        specgraph.load(changed(quantised("llama", "nvfp4", torch.float32), tmp_path, change))
+
+
+def test_what_is_stated_is_read_as_the_same() -> None:
+    layout = CompressedTensors(NVFP4, 16)
+    assert read_layout(layout.stated()) == layout
+    with pytest.raises(ValueError, match=r"global_scale is torch.float32 \[1\]; it must be .* \[5, 1\]"):
+        NVFP4.check([*NVFP4.quantise(normal(5, 32))[:2], torch.ones(1)])
