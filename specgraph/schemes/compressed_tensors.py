@@ -18,7 +18,7 @@ from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import GROUP, MXFP4
 from specgraph.kernels.packed.nvfp4 import GROUP as NV_GROUP
 from specgraph.kernels.packed.nvfp4 import NVFP4
-from specgraph.schemes.eight_bits import EIGHTS, read_eights, state_eights
+from specgraph.schemes.eight_bits import EIGHTS, read_eights, state_eights, unpacked
 from specgraph.schemes.layout import Layout, check_one_of, check_stated
 from specgraph.schemes.targets import matches, targeted
 
@@ -48,6 +48,7 @@ class CompressedTensors(Layout):
         targets: names or classes of layers, or expressions behind ``re:``.
         ignore: the same for layers that stay as they are, whatever ``targets`` says.
         per_tensor: whether the files that are read have one scale for each matrix.
+        words: whether their numbers of eight bits stand in int32.
     """
 
     method: ClassVar[str] = "compressed-tensors"
@@ -55,21 +56,23 @@ class CompressedTensors(Layout):
     ignore: tuple[str, ...] = ("lm_head",)
     targets: tuple[str, ...] = ("Linear",)
     per_tensor: bool = False
+    words: bool = False
 
     @classmethod
     def read(cls, stated: Mapping[str, Any]) -> CompressedTensors:
         """The layout that a ``quantization_config`` states: one group of one of :data:`FORMATS` or of eight bits."""
         name = stated.get("format")
-        check_one_of("format", name, (*FORMATS, *EIGHTS))
+        check_one_of("format", name, {**FORMATS, **EIGHTS})
         assert isinstance(name, str), "as all that are allowed"
         check_stated("kv_cache_scheme", stated.get("kv_cache_scheme"), None)
         label, group = _only_group(stated.get("config_groups"))
         check_stated(f"{label}.format", group.get("format") or name, name)
         patterns = tuple(stated.get("ignore") or ()), tuple(group.get("targets") or ())
-        if name in EIGHTS:
+        words = name == "pack-quantized"
+        if name in EIGHTS and not (words and group["weights"].get("num_bits") != 8):
             check_stated(f"{label}.output_activations", group.get("output_activations"), None)
             eights, per_tensor = read_eights(name, label, group)
-            return cls(eights, None, *patterns, per_tensor)
+            return cls(eights, None, *patterns, per_tensor, words)
         form, wanted = FORMATS[name]
         for key in _NONE:
             check_stated(f"{label}.{key}", group.get(key), None)
@@ -106,9 +109,9 @@ class CompressedTensors(Layout):
         return name, {**weights, **of_integers.get(self.form, {"group_size": self.group_size}), "dynamic": False}
 
     def adapted(self, files: Files, known: Container[str]) -> tuple[CompressedTensors, Files]:
-        """One scale of a matrix is repeated for each of its outputs, so that matrices can be joined."""
+        """Words become integers, and one scale of a matrix that of each of its outputs, so that these can be joined."""
         single = (*self.form.of_matrix, *(("weight_scale",) if self.per_tensor else ()))
-        tensors = dict(files.tensors)
+        tensors = unpacked(files.tensors) if self.words else dict(files.tensors)
         for name, scale in files.tensors.items():
             layer, _, leaf = name.rpartition(".")
             numbers = tensors.get(f"{layer}.{self.form.parts[0]}")
@@ -117,8 +120,8 @@ class CompressedTensors(Layout):
         return self, dataclasses.replace(files, tensors=tensors)
 
     def kept(self, stated: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-        """One scale of a matrix has become one for each output, and files that are saved have these."""
-        return self.stated() if self.per_tensor else stated
+        """What was written anew while it was read is saved as it is held."""
+        return self.stated() if self.per_tensor or self.words else stated
 
     def linears(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Linear]:
         """Those that ``targets`` matches and ``ignore`` does not."""

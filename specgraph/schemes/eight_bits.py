@@ -1,16 +1,26 @@
-"""What compressed-tensors states about weights of eight bits with a scale for each output or each matrix."""
+"""What compressed-tensors states about weights of eight bits with a scale for each output or each matrix.
+
+Integers of ``pack-quantized`` stand in int32, four neighbouring inputs in each, the first in its lowest bits, and 128
+is added to each. They are written anew as int8 while they are read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from specgraph.checkpoints.files import StoredTensor
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.eights import FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN, EightBits
 from specgraph.schemes.layout import check_one_of, check_stated
 
 EIGHTS: dict[str, tuple[str, ...]] = {
     "float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int"),
+    "pack-quantized": ("int",),
 }  # fmt: skip
 """What ``format`` says, and which types of numbers weights then may have."""
 _FORMS = {
@@ -33,6 +43,32 @@ def read_eights(name: str, label: str, group: Mapping[str, Any]) -> tuple[EightB
     if rows is not None:
         _check_rows(f"{label}.input_activations", rows, kind)
     return _FORMS[kind, rows is not None], weights["strategy"] == "tensor"
+
+
+def unpacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of files, with int8 ``weight`` ``[O, I]`` in place of words ``weight_packed`` ``[O, ceil(I / 4)]``.
+
+    Raises:
+        UnsupportedModelError: words are missing, are not int32, or are not as many as the stated shape needs.
+    """
+    found = dict(tensors)
+    for name in [name for name in tensors if name.endswith(".weight_shape")]:
+        layer = name.removesuffix("_shape")
+        words, shape = found.pop(f"{layer}_packed", None), found.pop(name).read().flatten().tolist()
+        wanted = (shape[0], -(-shape[1] // 4)) if len(shape) == 2 else ()
+        if words is None or words.dtype != torch.int32 or words.shape != wanted or not wanted:
+            there = "missing" if words is None else f"{words.dtype} {list(words.shape)}"
+            raise UnsupportedModelError(
+                f"{layer}_packed of {tensors[name].file} is {there}; for {name} {shape} it must be torch.int32 "
+                f"{list(wanted)}."
+            )
+        found[layer] = words.converted((shape[0], shape[1]), partial(_integers, inputs=shape[1]), torch.int8)
+    return found
+
+
+def _integers(words: Tensor, inputs: int) -> Tensor:
+    # Adding 128 to a number flips the highest bit of its byte.
+    return (words.contiguous().view(torch.uint8)[:, :inputs] ^ 128).view(torch.int8)
 
 
 def _check_rows(label: str, rows: object, kind: str) -> None:

@@ -8,26 +8,30 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.naive_quantized import NaiveQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 import specgraph
+from specgraph.checkpoints.files import open_files
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.eights import FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN, EightBits
 from specgraph.schemes.compressed_tensors import CompressedTensors
+from specgraph.schemes.eight_bits import unpacked
 from specgraph.schemes.layers import PackedLinear, quantise_experts
 from specgraph.schemes.layouts import read_layout
 from specgraph.schemes.published import published_layers, save_as_published
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
 from tests.kernels.packed.definition import floating, normal
 from tests.models import make_model, ragged_prompts, saved
-from tests.schemes.files import assert_equal_models, changed, drop, put
+from tests.schemes.files import Change, assert_equal_models, changed, drop, put
 from tests.schemes.models import packed_experts, packed_layers
 
+INT8 = torch.int8
 FORMS = (FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN)
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 PROJECTION = "model.layers.1.mlp.down_proj"
@@ -163,6 +167,54 @@ def test_one_scale_of_a_matrix_is_that_of_all_its_outputs(architecture: str, tmp
         assert torch.equal(experts.gate_up_proj_scale[1], torch.cat([x.expand(rows) for x in scales])[:, None])
     again = specgraph.load(saved(found, tmp_path / "second"))
     assert_equal_models(again, found)
+
+
+def in_words(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Files as the package packs four integers into an int32."""
+    for name in [name for name in tensors if name.endswith(".weight") and tensors[name].dtype == torch.int8]:
+        numbers = tensors.pop(name)
+        tensors[f"{name}_packed"] = pack_to_int32(numbers, 8)
+        tensors[f"{name}_shape"] = torch.tensor(numbers.shape)
+    config["quantization_config"]["format"] = "pack-quantized"
+    config["quantization_config"]["config_groups"]["group_0"]["format"] = None
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_words_of_four_integers_are_those_integers(architecture: str, tmp_path: Path) -> None:
+    model = packed(INT8_CHANNEL, architecture)
+    found = specgraph.load(changed(model, tmp_path / "first", in_words))
+    assert_equal_models(found, model)
+    assert found.config.quantization_config == model.config.quantization_config
+    assert_equal_models(specgraph.load(saved(found, tmp_path / "second")), model)
+
+
+def test_every_integer_is_unpacked_and_words_that_are_not_full(tmp_path: Path) -> None:
+    numbers = torch.arange(-128, 127, dtype=torch.int8).view(5, 51)
+    tensors = {"x.weight_packed": pack_to_int32(numbers, 8), "x.weight_shape": torch.tensor([5, 51])}
+    save_file({"y": torch.ones(2), **tensors}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    found = unpacked(open_files(tmp_path).tensors)
+    assert found.keys() == {"x.weight", "y"} and (found["x.weight"].shape, found["x.weight"].dtype) == ((5, 51), INT8)
+    assert torch.equal(found["x.weight"].read(), numbers)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop(f"{PROJECTION}.weight_packed"), "down_proj.weight_packed of .* is missing; for .*weight_shape"),
+        (drop(f"{PROJECTION}.weight_shape"), "no tensor .*down_proj.weight,"),
+        (put(f"{PROJECTION}.weight_packed", torch.zeros(32, 12)), "weight_packed of .* is torch.float32"),
+        (put(f"{PROJECTION}.weight_shape", torch.tensor([32, 49])), r"is torch.int32 \[32, 12\]; .* \[32, 13\]"),
+        (put(f"{PROJECTION}.weight_shape", torch.tensor([32])), r"weight_shape \[32\] it must be torch.int32 \[\]"),
+    ],
+)  # fmt: skip
+def test_words_that_do_not_fit_are_refused(change: Change, message: str, tmp_path: Path) -> None:
+    def words(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        in_words(tensors, config)
+        change(tensors, config)
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        specgraph.load(changed(packed(INT8_CHANNEL), tmp_path, words))
 
 
 @pytest.mark.parametrize(
