@@ -6,14 +6,18 @@ Where files have one scale ``[1]`` for a whole matrix, it is repeated for each o
 matrices can be joined.
 
 Activations may be quantised, too, each row by itself: to numbers of the same kind, whose scale is the largest magnitude
-of the row divided by half the distance from the least number to the largest one. Products and sums are float32.
+of the row divided by half the distance from the least number to the largest one, or that of the layer, ``input_scale``
+``[1]``. Products and sums are float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from specgraph.kernels.checks import require
 from specgraph.kernels.packed.format import Format, kept
 
 
@@ -26,8 +30,8 @@ class EightBits(Format):
         quantises_rows: whether rows of activations are rounded to such numbers, too.
     """
 
-    parts = ("weight", "weight_scale")
-    stack_parts = ("", "_scale")
+    parts: tuple[str, ...] = ("weight", "weight_scale")
+    stack_parts: tuple[str, ...] = ("", "_scale")
     scale_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     named = True
     expanded = False
@@ -60,13 +64,16 @@ class EightBits(Format):
         scale = self._scale(weight.to(exact), kept(weight.dtype))
         return self._round(weight.to(exact) / scale.to(exact)), scale
 
-    def quantise_rows(self, x: Tensor) -> Tensor:
+    def quantise_rows(self, x: Tensor, weight: Sequence[Tensor] = ()) -> Tensor:
         """Rows ``[..., I]`` whose entries are multiples of a scale of the row, which is float32."""
         if not self.quantises_rows:
             return x
         exact = torch.promote_types(x.dtype, torch.float32)
-        scale = self._scale(x.to(exact), torch.float32).to(exact)
+        scale = self._row_scale(x.to(exact), weight).to(exact)
         return self._round(x.to(exact) / scale).to(exact) * scale
+
+    def _row_scale(self, rows: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        return self._scale(rows, torch.float32)
 
     def _scale(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         limits = torch.finfo(self.stored) if self.stored.is_floating_point else torch.iinfo(self.stored)
@@ -83,11 +90,51 @@ class EightBits(Format):
         return values.round().clamp(-128, 127).to(self.stored)
 
 
+class StaticEights(EightBits):
+    """The same with a scale that all rows of a layer have in common. It was found by calibration, so that no weight can
+    be given one here. There are no stacks of such weights.
+    """
+
+    parts = (*EightBits.parts, "input_scale")
+    kinds = (*EightBits.kinds, "input scale")
+    stack_parts = (*EightBits.stack_parts, "_input_scale")
+    own_inputs = "by which scale its inputs are rounded"
+
+    def check(self, weight: Sequence[Tensor]) -> tuple[int, int]:
+        """As of the other formats, with one scale of inputs."""
+        found = super().check(weight)
+        require(
+            weight[0].dim() == 2 and weight[2].dtype in self.scale_dtypes and tuple(weight[2].shape) == (1,),
+            lambda: (
+                f"numbers are {list(weight[0].shape)}, and input_scale is {weight[2].dtype} {list(weight[2].shape)}; "
+                f"they must be a matrix, and one of {', '.join(map(str, self.scale_dtypes))} [1]"
+            ),
+        )
+        return found
+
+    def shapes(
+        self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
+    ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """As of the other formats, and the scale of inputs."""
+        return (*super().shapes(outputs, inputs, group_size, dtype), ((1,), kept(dtype)))
+
+    def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
+        """Refused with ValueError: nothing is known about activations."""
+        raise ValueError(f"{self.name} has scales of activations, which only a calibration finds")
+
+    def _row_scale(self, rows: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        return weight[2]
+
+
 FP8_CHANNEL = EightBits("fp8_channel", torch.float8_e4m3fn, quantises_rows=False)
 """Weights in e4m3; activations are not quantised."""
 FP8_TOKEN = EightBits("fp8_token", torch.float8_e4m3fn, quantises_rows=True)
 """The same weights, and activations in e4m3 with a scale for each row."""
+FP8_STATIC = StaticEights("fp8_static", torch.float8_e4m3fn, quantises_rows=True)
+"""The same weights, and activations in e4m3 with a scale for each layer."""
 INT8_CHANNEL = EightBits("int8_channel", torch.int8, quantises_rows=False)
 """Weights in int8; activations are not quantised."""
 INT8_TOKEN = EightBits("int8_token", torch.int8, quantises_rows=True)
 """The same weights, and activations in int8 with a scale for each row."""
+INT8_STATIC = StaticEights("int8_static", torch.int8, quantises_rows=True)
+"""The same weights, and activations in int8 with a scale for each layer."""

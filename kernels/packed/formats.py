@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from specgraph.kernels.packed.arranged import FP8_BLOCKS_ARRANGED, INT4_ARRANGED, Arranged
-from specgraph.kernels.packed.eights import FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN
+from specgraph.kernels.packed.eights import (
+    FP8_CHANNEL,
+    FP8_STATIC,
+    FP8_TOKEN,
+    INT8_CHANNEL,
+    INT8_STATIC,
+    INT8_TOKEN,
+)
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.fp8 import FP8_BLOCKS
 from specgraph.kernels.packed.int4 import INT4
@@ -13,7 +20,7 @@ from specgraph.kernels.packed.nvfp4 import NVFP4
 
 _KNOWN = (
     INT4, MXFP4, FP8_BLOCKS, INT4_ARRANGED, FP8_BLOCKS_ARRANGED, INT4_ZEROS, INT4_ACT_ORDER, FP8_CHANNEL, FP8_TOKEN,
-    INT8_CHANNEL, INT8_TOKEN, NVFP4,
+    FP8_STATIC, INT8_CHANNEL, INT8_TOKEN, INT8_STATIC, NVFP4,
 )  # fmt: skip
 FORMATS: dict[str, Format] = {made.name: made for made in _KNOWN}
 """Every format by its name, which the ops take as ``format``."""

@@ -117,6 +117,8 @@ class CompressedTensors(Layout):
             numbers = tensors.get(f"{layer}.{self.form.parts[0]}")
             if leaf in single and numbers is not None:
                 tensors[name] = _repeated(name, scale, numbers.shape[0])
+            elif leaf == "input_scale" and scale.shape == ():
+                tensors[name] = scale.converted((1,), lambda value: value.reshape(1))
         return self, dataclasses.replace(files, tensors=tensors)
 
     def kept(self, stated: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:

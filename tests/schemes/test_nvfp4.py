@@ -25,6 +25,7 @@ from tests.kernels.packed.definition import matrix, normal
 from tests.models import ragged_prompts, saved
 from tests.schemes.files import assert_equal_models, changed, drop, put
 from tests.schemes.models import oracle, packed_experts, packed_layers, quantised
+from tests.schemes.test_tokens import calls
 
 THEIRS = QuantizationScheme(targets=["Linear"], **NVFP4A16)
 PROJECTION = "model.layers.1.mlp.down_proj"
@@ -73,8 +74,9 @@ def test_files_are_those_of_compressed_tensors(architecture: str, tmp_path: Path
     """Each layer is what the package makes of the files, also behind merging and saving once more."""
     folder = changed(quantised(architecture, "nvfp4", torch.float32), tmp_path / "first", apart)
     stored, found = load_file(folder / "model.safetensors"), specgraph.load(folder)
-    made = specgraph.compile_speculative(found, {**CONFIG, "draft": {"kind": "none"}})
-    assert architecture != "llama" or not misses(made, "merge_linears")
+    made = specgraph.compile_speculative(found, {**CONFIG, "lowering": {"name": "gpu"}, "draft": {"kind": "none"}})
+    merged = [linear for linear in calls(made) if "q_proj_k_proj_v_proj" in str(linear.weight[2].target)]
+    assert len(merged) == 2 and (architecture != "llama" or not misses(made, "merge_linears"))
     weights = {name: layer.dequantised(torch.float32) for name, layer in packed_layers(found).items()}
     for name, experts in packed_experts(found).items():
         parts = [experts.get_parameter(f"gate_up_proj{part}") for part in NVFP4.stack_parts]
