@@ -31,9 +31,7 @@ from specgraph.kernels.packed.eights import (
 )
 from specgraph.schemes.compressed_tensors import CompressedTensors
 from specgraph.schemes.eight_bits import unpacked
-from specgraph.schemes.layers import PackedLinear, quantise_experts
 from specgraph.schemes.layouts import read_layout
-from specgraph.schemes.published import published_layers, save_as_published
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
 from tests.ir.test_linear import misses
 from tests.kernels.packed.definition import floating, normal
@@ -48,18 +46,8 @@ PROJECTION = "model.layers.1.mlp.down_proj"
 SCALE = f"{PROJECTION}.weight_scale"
 
 
-@torch.no_grad()
 def packed(form: EightBits, architecture: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model = make_model(architecture, seed=3, dtype=dtype)
-    layout, names = CompressedTensors(form), published_layers(model)
-    experts = layout.experts(model, names)
-    for name, layer in layout.linears(model, names).items():
-        model.set_submodule(name, PackedLinear.quantised(layer, form))
-    for module in experts.values():
-        quantise_experts(module, form)
-    save_as_published(model)
-    model.config.quantization_config = layout.stated()
-    return model
+    return specgraph.quantise(make_model(architecture, seed=3, dtype=dtype), form.name)
 
 
 def values(form: EightBits, numbers: Tensor) -> Tensor:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
-from transformers import FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import specgraph
+from specgraph.config.schemes import SCHEMES as EVERY
 from specgraph.errors import InputError, SpecgraphError, UnsupportedModelError
 from specgraph.kernels.packed.formats import format_of
 from specgraph.kernels.packed.fp8 import FP8_BLOCKS
@@ -24,7 +26,7 @@ from specgraph.schemes.fine_grained import FineGrained
 from specgraph.schemes.gpt_oss import GptOss
 from specgraph.schemes.layout import Layout
 from specgraph.schemes.layouts import read_layout
-from tests.models import make_model
+from tests.models import make_model, saved
 from tests.schemes.models import FORMATS, SCHEMES, packed_experts, packed_layers, quantised, sizes
 
 
@@ -125,6 +127,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[SpecgraphError], str]] = {
                         "groups of mxfp4 have 32 inputs, not 16; all layers have groups of 32"),
     "inputs of mxfp4": (None, {"scheme": "mxfp4", "group_size": None}, InputError,
                         "down_proj cannot be stored in mxfp4: its 48 inputs are no multiple of 32; add its name"),
+    "groups of channels": (None, {"scheme": "int8_channel"}, InputError,
+                           "int8_channel has a scale for each output, and no groups of 16; leave group_size out"),
+    "groups of nvfp4": (None, {"scheme": "nvfp4", "group_size": 32}, InputError,
+                        "groups of nvfp4 have 16 inputs, not 32; all layers have groups of 16"),
     "groups of fp8": (None, {"scheme": "fp8"}, InputError,
                       "fp8 has blocks of 128 x 128, and no groups of 16; leave group_size out"),
     "derived, fp8": (lambda: _with("model.layers.1.mlp.up_proj", Scaled(32, 48)), {"scheme": "fp8", "group_size": None},
@@ -255,6 +261,27 @@ def test_fp8_leaves_what_transformers_leaves(ignore: tuple[str, ...]) -> None:
 def test_fp8_leaves_experts_that_are_named() -> None:
     model = specgraph.quantise(make_model("qwen3_moe"), "fp8", ignore=("lm_head", "model.layers.0.mlp"))
     assert [*packed_experts(model)] == ["model.layers.1.mlp.experts"]
+
+
+OTHERS = [scheme for scheme in EVERY if scheme not in SCHEMES]
+
+
+@pytest.mark.parametrize("scheme", OTHERS)
+def test_every_name_is_a_layout_that_compressed_tensors_reads(scheme: str, tmp_path: Path) -> None:
+    """Bit for bit, in the dtype in which the package makes weights. NVFP4's is bfloat16."""
+    options = {"group_size": 16} if scheme == "int4_zeros" else {}
+    model = specgraph.quantise(make_model("llama", seed=3, dtype=torch.float32), scheme, **options)
+    told = CompressedTensorsConfig(dequantize=True)
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        saved(model, tmp_path), dtype=torch.float32, quantization_config=told, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    found = packed_layers(specgraph.load(tmp_path))
+    assert len(found) == 14
+    for name, layer in found.items():
+        assert layer.format == scheme
+        weight, made = layer.dequantised(torch.float32), theirs.get_submodule(name).weight
+        assert torch.equal(made, weight.bfloat16().float() if scheme == "nvfp4" else weight), name
 
 
 def test_a_model_that_is_cast_keeps_its_numbers() -> None:
