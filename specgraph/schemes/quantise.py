@@ -65,6 +65,12 @@ def quantise(
     layers, experts = layout.linears(model, names), layout.experts(model, names)
     if not layers and not experts:
         raise UnsupportedModelError(f"{type(model).__name__} has no linear layer but those of ignore, {list(ignore)}.")
+    other = next((name for name, layer in layers.items() if type(layer.weight) is not torch.nn.Parameter), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is quantised already: {other}.weight is {type(layers[other].weight).__name__}; "
+            "give specgraph.quantise the model before another tool has changed its weights."
+        )
     _check_fits(layout, layout.features(model, names))
     for name, layer in layers.items():
         model.set_submodule(name, PackedLinear.quantised(layer, layout.form, layout.group_size))

@@ -105,6 +105,17 @@ def _with(name: str, layer: nn.Module) -> Any:
     return model
 
 
+class Int8Tensor(torch.Tensor):
+    """As those by which torchao replaces weights."""
+
+
+def _of_another_tool() -> Any:
+    model = make_model("llama")
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Int8Tensor), requires_grad=False)
+    return model
+
+
 def _as_gpt_oss() -> Any:
     model = make_model("llama")
     model.config.model_type = "gpt_oss"
@@ -135,6 +146,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[SpecgraphError], str]] = {
                       "fp8 has blocks of 128 x 128, and no groups of 16; leave group_size out"),
     "derived, fp8": (lambda: _with("model.layers.1.mlp.up_proj", Scaled(32, 48)), {"scheme": "fp8", "group_size": None},
                      UnsupportedModelError, "model.layers.1.mlp.up_proj is a Scaled"),
+    "a tensor of torchao": (lambda: _of_another_tool(), {}, UnsupportedModelError,
+                            "is quantised already: model.layers.1.mlp.up_proj.weight is Int8Tensor; give .* before"),
     "no experts": (lambda: _as_gpt_oss(), {"scheme": "mxfp4", "group_size": None}, UnsupportedModelError,
                    "has no linear layer but those of ignore"),
     "derived": (lambda: _with("model.layers.1.mlp.up_proj", Scaled(32, 48)), {}, UnsupportedModelError,
