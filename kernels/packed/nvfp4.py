@@ -3,7 +3,10 @@
 The layout is the one that the package compressed-tensors calls ``nvfp4-pack-quantized``. Numbers are e2m1 and stand in
 bytes as those of :mod:`specgraph.kernels.packed.mxfp4`. An entry of the weight is ``number * (scale / global_scale)``,
 whose quotient is rounded to float32. Files have one ``weight_global_scale`` ``[1]`` for a matrix. Here it is repeated
-for each output, ``[O, 1]``, so that matrices with different ones can be joined. Activations are not quantised.
+for each output, ``[O, 1]``, so that matrices with different ones can be joined.
+
+There are two formats. The second one quantises activations, too: 16 neighbouring entries of a row as those of a weight,
+with the ``input_global_scale`` ``[1]`` of the layer, so that a row does not depend on others.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ class Nvfp4(Format):
     """Numbers e2m1, scales e4m3, and a global scale for each output."""
 
     name = "nvfp4"
-    parts = ("weight_packed", "weight_scale", "weight_global_scale")
-    kinds = ("numbers", "scale", "global scale")
-    stack_parts = ("_packed", "_scale", "_global_scale")
+    parts: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_global_scale")
+    kinds: tuple[str, ...] = ("numbers", "scale", "global scale")
+    stack_parts: tuple[str, ...] = ("_packed", "_scale", "_global_scale")
     of_matrix = ("weight_global_scale",)
     stored = torch.uint8
     per_element = 2
@@ -47,20 +50,22 @@ class Nvfp4(Format):
 
     def check(self, weight: Sequence[Tensor]) -> tuple[int, int]:
         """As of every format, with a global scale for each output."""
-        outputs, inputs = super().check(weight)
-        found, wanted = weight[2], (*weight[0].shape[:-1], 1)
+        found = super().check(weight)
+        self._check_global("weight_global_scale", weight[2], (*weight[0].shape[:-1], 1))
+        return found
+
+    def _check_global(self, name: str, scale: Tensor, wanted: tuple[int, ...]) -> None:
         require(
-            found.dtype in self.scale_dtypes[1:] and tuple(found.shape) == wanted,
+            scale.dtype in self.scale_dtypes[1:] and tuple(scale.shape) == wanted,
             lambda: (
-                f"global_scale is {found.dtype} {list(found.shape)}; it must be of one of "
-                f"{', '.join(map(str, self.scale_dtypes[1:]))}, and {list(wanted)}"
+                f"{name} is {scale.dtype} {list(scale.shape)}; it must be {list(wanted)} in one of "
+                f"{', '.join(map(str, self.scale_dtypes[1:]))}"
             ),
         )
-        return outputs, inputs
 
     def dequantise(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The weight ``[..., O, I]``: quotients of scales in float32, and their products with numbers in ``dtype``."""
-        numbers, scale, of_matrix = weight
+        numbers, scale, of_matrix = weight[:3]
         return super().dequantise([numbers, scale.float() / of_matrix.float()], dtype)
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
@@ -86,14 +91,55 @@ class Nvfp4(Format):
         """
         exact = torch.promote_types(weight.dtype, torch.float32)
         groups = torch.unflatten(weight.to(exact), -1, (-1, GROUP))
-        tops = groups.abs().amax(-1)  # [..., O, I / 16]
-        of_matrix = (LARGEST_SCALE * LARGEST / tops.amax((-2, -1), keepdim=True)).float()
+        of_matrix = (LARGEST_SCALE * LARGEST / groups.abs().amax((-3, -2, -1))).float()[..., None, None]
         of_matrix = torch.where(of_matrix.isfinite(), of_matrix, 1.0)
-        scale = (of_matrix * (tops / LARGEST)).clamp(max=LARGEST_SCALE).float().to(torch.float8_e4m3fn).float()
+        numbers, scale = self._rounded(groups, of_matrix)
+        return numbers, scale.to(torch.float8_e4m3fn), of_matrix.expand(*scale.shape[:-1], 1).contiguous()
+
+    def _rounded(self, groups: Tensor, of_all: Tensor) -> tuple[Tensor, Tensor]:
+        """Bytes of groups ``[..., I / 16, 16]`` and their scales in float32, of which all are numbers e4m3."""
+        scale = of_all * (groups.abs().amax(-1) / LARGEST)
+        scale = scale.clamp(max=LARGEST_SCALE).float().to(torch.float8_e4m3fn).float()
         scale = torch.where(scale == 0, LEAST_SCALE, scale)
-        numbers = _round(groups / (scale / of_matrix).to(exact)[..., None])
-        of_matrix = of_matrix.expand(*tops.shape[:-1], 1).contiguous()
-        return join_nibbles(numbers.flatten(-2), self.stored), scale.to(torch.float8_e4m3fn), of_matrix
+        numbers = _round(groups / (scale / of_all).to(groups.dtype)[..., None])
+        return join_nibbles(numbers.flatten(-2), self.stored), scale
 
 
-NVFP4 = Nvfp4()
+class Nvfp4Rows(Nvfp4):
+    """The same, and activations in such numbers. Their global scale was found by calibration, so that no weight can be
+    given one here. There are no stacks of such weights.
+    """
+
+    name = "nvfp4_rows"
+    parts = (*Nvfp4.parts, "input_global_scale")
+    kinds = (*Nvfp4.kinds, "input scale")
+    stack_parts = (*Nvfp4.stack_parts, "_input_global_scale")
+    own_inputs = "by which scale its inputs are rounded"
+    quantises_rows = True
+
+    def check(self, weight: Sequence[Tensor]) -> tuple[int, int]:
+        """As of the other format, with one global scale of inputs."""
+        found = super().check(weight)
+        require(weight[0].dim() == 2, lambda: f"numbers are {list(weight[0].shape)}; they must be a matrix")
+        self._check_global("input_global_scale", weight[3], (1,))
+        return found
+
+    def shapes(
+        self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
+    ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """As of the other format, and the global scale of inputs."""
+        return (*super().shapes(outputs, inputs, group_size, dtype), ((1,), torch.float32))
+
+    def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
+        """Refused with ValueError: nothing is known about activations."""
+        raise ValueError(f"{self.name} has a global scale of activations, which only a calibration finds")
+
+    def quantise_rows(self, x: Tensor, weight: Sequence[Tensor] = ()) -> Tensor:
+        """Rows ``[..., I]`` whose every 16 entries are numbers times a scale of their own."""
+        of_layer = weight[3].float()
+        exact = torch.promote_types(x.dtype, torch.float32)
+        numbers, scale = self._rounded(torch.unflatten(x.to(exact), -1, (-1, GROUP)), of_layer)
+        return Format.dequantise(self, [numbers, scale / of_layer], exact)
+
+
+NVFP4, NVFP4_ROWS = Nvfp4(), Nvfp4Rows()

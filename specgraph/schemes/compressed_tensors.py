@@ -17,7 +17,7 @@ from specgraph.kernels.packed.int4 import INT4, WHOLE_ROW
 from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import GROUP, MXFP4
 from specgraph.kernels.packed.nvfp4 import GROUP as NV_GROUP
-from specgraph.kernels.packed.nvfp4 import NVFP4
+from specgraph.kernels.packed.nvfp4 import NVFP4, NVFP4_ROWS
 from specgraph.schemes.eight_bits import EIGHTS, read_eights, state_eights, unpacked
 from specgraph.schemes.layout import Layout, check_one_of, check_stated
 from specgraph.schemes.targets import matches, targeted
@@ -74,9 +74,13 @@ class CompressedTensors(Layout):
             eights, per_tensor = read_eights(name, label, group)
             return cls(eights, None, *patterns, per_tensor, words)
         form, wanted = FORMATS[name]
+        weights, rows = group["weights"], group.get("input_activations")
+        if form is NVFP4 and isinstance(rows, Mapping):
+            form, group = NVFP4_ROWS, {**group, "input_activations": None}
+            for key, allowed in {**wanted, "dynamic": "local"}.items():
+                check_stated(f"{label}.input_activations.{key}", rows.get(key), allowed)
         for key in _NONE:
             check_stated(f"{label}.{key}", group.get(key), None)
-        weights = group["weights"]
         if form is INT4:
             form, wanted, weights = _integers(weights, wanted)
         for key, allowed in wanted.items():
@@ -95,6 +99,8 @@ class CompressedTensors(Layout):
         else:
             name, weights = self._stated_weights()
             parts = {"weights": weights, **dict.fromkeys(_NONE)}
+            if self.form is NVFP4_ROWS:
+                parts["input_activations"] = {**weights, "dynamic": "local"}
         group = {"targets": [*self.targets], **parts, "format": name}
         return {
             "quant_method": self.method, "format": name, "quantization_status": "compressed", "kv_cache_scheme": None,
@@ -104,7 +110,7 @@ class CompressedTensors(Layout):
     def _stated_weights(self) -> tuple[str, dict[str, Any]]:
         """What ``format`` says, and what is stated about weights of four bits."""
         of_integers = {form: _stated_of(*of, self.group_size) for of, form in INTEGERS.items()}
-        listed = INT4 if self.form in of_integers else self.form
+        listed = INT4 if self.form in of_integers else NVFP4 if self.form is NVFP4_ROWS else self.form
         name, (_, weights) = next((name, known) for name, known in FORMATS.items() if known[0] is listed)
         return name, {**weights, **of_integers.get(self.form, {"group_size": self.group_size}), "dynamic": False}
 

@@ -9,25 +9,31 @@ import pytest
 import torch
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from compressed_tensors.quantization.quant_scheme import NVFP4A16
-from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
+from compressed_tensors.quantization import quant_scheme as presets
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils.helpers import (
+    calculate_qparams,
+    compute_dynamic_scales_and_zp,
+    generate_gparam,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
 import specgraph
 from specgraph.errors import UnsupportedModelError
-from specgraph.kernels.packed.nvfp4 import NVFP4
+from specgraph.kernels.packed.nvfp4 import NVFP4, NVFP4_ROWS
 from specgraph.schemes.compressed_tensors import CompressedTensors
 from specgraph.schemes.layouts import read_layout
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
 from tests.ir.test_linear import misses
 from tests.kernels.packed.definition import matrix, normal
 from tests.models import ragged_prompts, saved
-from tests.schemes.files import assert_equal_models, changed, drop, put
+from tests.schemes.files import Change, assert_equal_models, changed, drop, put
 from tests.schemes.models import oracle, packed_experts, packed_layers, quantised
 from tests.schemes.test_tokens import calls
 
-THEIRS = QuantizationScheme(targets=["Linear"], **NVFP4A16)
+THEIRS = QuantizationScheme(targets=["Linear"], **presets.NVFP4A16)
+QUANTISED = QuantizationScheme(targets=["Linear"], **presets.NVFP4)
 PROJECTION = "model.layers.1.mlp.down_proj"
 SCALE = f"{PROJECTION}.weight_global_scale"
 
@@ -102,6 +108,72 @@ def test_tokens_are_those_of_the_dequantised_model(architecture: str) -> None:
     assert_same_tokens(expected, prompts, tokens.new_tokens, forward_greedy(expected, prompts, 8))
 
 
+INPUT = f"{PROJECTION}.input_global_scale"
+
+
+def with_rows(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Files that say how activations are quantised, by a global scale for each layer."""
+    for place, name in enumerate(sorted(name for name in tensors if name.endswith("weight_packed"))):
+        tensors[f"{name.removesuffix('weight_packed')}input_global_scale"] = torch.tensor([200.0 + 90 * place])
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = QUANTISED.model_dump(mode="json")["input_activations"]
+
+
+def rows_by_package(x: Tensor, of_layer: Tensor) -> Tensor:
+    args: Any = QUANTISED.input_activations
+    scale, zero = compute_dynamic_scales_and_zp(x, args, None, global_scale=of_layer)  # type: ignore[arg-type]
+    return fake_quantize(x, scale, zero.to(x.dtype), args, of_layer)
+
+
+class ByPackage(torch.nn.Linear):
+    of_layer: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(rows_by_package(x, self.of_layer), self.weight)
+
+
+def test_activations_are_rounded_as_by_compressed_tensors(tmp_path: Path) -> None:
+    """Layers of one input, whose global scales differ, are not merged. Tokens are those of the package's rounding."""
+    folder = changed(quantised("llama", "nvfp4", torch.float32), tmp_path / "first", with_rows)
+    model, prompts = specgraph.load(folder, dtype=torch.float64), ragged_prompts()
+    expected = oracle(model)
+    for name, layer in packed_layers(model).items():
+        of_layer: Any = layer.input_global_scale
+        x = normal(2, 3, layer.in_features, dtype=torch.float32).cpu() * torch.tensor([1e-4, 1.0, 20.0])[:, None]
+        x[1, 1] = 0
+        rows = NVFP4_ROWS.quantise_rows(x, layer.weight_parts)
+        assert torch.equal(rows, rows_by_package(x, of_layer)) and not torch.equal(rows, x)
+        assert torch.equal(rows[1, 2:], NVFP4_ROWS.quantise_rows(x[1, 2:], layer.weight_parts))
+        dense: Any = expected.get_submodule(name)
+        dense.__class__, dense.of_layer = ByPackage, of_layer.data.double()
+    config = {**CONFIG, "lowering": {"name": "gpu"}, "draft": {"kind": "ngram", "num_speculative_tokens": 3}}
+    decoder = specgraph.compile_speculative(model, config)
+    assert "each of them says by which scale its inputs are rounded" in misses(decoder, "merge_linears")
+    tokens = decoder.generate(prompts, max_new_tokens=8, eos_token_id=[]).new_tokens
+    assert_same_tokens(expected, prompts, tokens, forward_greedy(expected, prompts, 8))
+    assert_equal_models(specgraph.load(saved(model, tmp_path / "second"), dtype=torch.float64), model)
+    assert read_layout(model.config.quantization_config) == CompressedTensors(NVFP4_ROWS, 16)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        ("llama", drop(INPUT), rf"no tensor {INPUT}"),
+        ("llama", put(INPUT, torch.zeros(1)), rf"{INPUT} of .* is 0\.0 at \[0\]; scales must be"),
+        ("qwen3_moe", drop(), r"gate_proj says by itself by which scale its inputs .* without input_global_scale\."),
+    ],
+)
+def test_activations_that_do_not_fit_are_refused(
+    architecture: str, change: Change, message: str, tmp_path: Path
+) -> None:
+    def both(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        with_rows(tensors, config)
+        change(tensors, config)
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        specgraph.load(changed(quantised(architecture, "nvfp4", torch.float32), tmp_path, both))
+
+
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
@@ -118,7 +190,11 @@ def test_damaged_scales_are_refused(tensor: Tensor | None, message: str, tmp_pat
 
 
 def test_what_is_stated_is_read_as_the_same() -> None:
-    layout = CompressedTensors(NVFP4, 16)
-    assert read_layout(layout.stated()) == layout
-    with pytest.raises(ValueError, match=r"global_scale is torch.float32 \[1\]; it must be .* \[5, 1\]"):
+    for layout in (CompressedTensors(NVFP4, 16), CompressedTensors(NVFP4_ROWS, 16)):
+        assert read_layout(layout.stated()) == layout
+    stated = layout.stated()
+    stated["config_groups"]["group_0"]["input_activations"]["dynamic"] = True
+    with pytest.raises(UnsupportedModelError, match=r"input_activations.dynamic .* True; allowed is 'local'"):
+        read_layout(stated)
+    with pytest.raises(ValueError, match=r"global_scale is torch.float32 \[1\]; it must be \[5, 1\]"):
         NVFP4.check([*NVFP4.quantise(normal(5, 32))[:2], torch.ones(1)])

@@ -60,6 +60,7 @@ def matrix(name: str, weight: Sequence[Tensor], dtype: torch.dtype = torch.float
     numbers, scale, *of_output = (part.detach().cpu() for part in weight)
     if numbers.dim() == 3:
         return torch.stack([matrix(name, parts, dtype) for parts in zip(*weight, strict=True)])
+    name = name.removesuffix("_rows")
     if name == "nvfp4":
         scale = scale.float() / of_output[0].float()
     bits, words = BITS[name], numbers.view(torch.int32 if name.startswith("int4") else torch.uint8).tolist()
