@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specgraph.kernels.checks import require
 from specgraph.kernels.packed.format import Format, kept
+from specgraph.kernels.packed.static import Static
 
 
 class EightBits(Format):
@@ -90,37 +90,12 @@ class EightBits(Format):
         return values.round().clamp(-128, 127).to(self.stored)
 
 
-class StaticEights(EightBits):
-    """The same with a scale that all rows of a layer have in common. It was found by calibration, so that no weight can
-    be given one here. There are no stacks of such weights.
-    """
+class StaticEights(Static, EightBits):
+    """The same with a scale that all rows of a layer have in common."""
 
     parts = (*EightBits.parts, "input_scale")
     kinds = (*EightBits.kinds, "input scale")
     stack_parts = (*EightBits.stack_parts, "_input_scale")
-    own_inputs = "by which scale its inputs are rounded"
-
-    def check(self, weight: Sequence[Tensor]) -> tuple[int, int]:
-        """As of the other formats, with one scale of inputs."""
-        found = super().check(weight)
-        require(
-            weight[0].dim() == 2 and weight[2].dtype in self.scale_dtypes and tuple(weight[2].shape) == (1,),
-            lambda: (
-                f"numbers are {list(weight[0].shape)}, and input_scale is {weight[2].dtype} {list(weight[2].shape)}; "
-                f"they must be a matrix, and one of {', '.join(map(str, self.scale_dtypes))} [1]"
-            ),
-        )
-        return found
-
-    def shapes(
-        self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
-    ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """As of the other formats, and the scale of inputs."""
-        return (*super().shapes(outputs, inputs, group_size, dtype), ((1,), kept(dtype)))
-
-    def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
-        """Refused with ValueError: nothing is known about activations."""
-        raise ValueError(f"{self.name} has scales of activations, which only a calibration finds")
 
     def _row_scale(self, rows: Tensor, weight: Sequence[Tensor]) -> Tensor:
         return weight[2]

@@ -19,6 +19,7 @@ from torch import Tensor
 from specgraph.kernels.checks import require
 from specgraph.kernels.packed.format import Format, join_nibbles
 from specgraph.kernels.packed.mxfp4 import MAGNITUDES, MXFP4, _round
+from specgraph.kernels.packed.static import Static
 
 GROUP = 16
 """How many inputs have one scale."""
@@ -50,18 +51,16 @@ class Nvfp4(Format):
 
     def check(self, weight: Sequence[Tensor]) -> tuple[int, int]:
         """As of every format, with a global scale for each output."""
-        found = super().check(weight)
-        self._check_global("weight_global_scale", weight[2], (*weight[0].shape[:-1], 1))
-        return found
-
-    def _check_global(self, name: str, scale: Tensor, wanted: tuple[int, ...]) -> None:
+        outputs, inputs = super().check(weight)
+        scale, wanted = weight[2], (*weight[0].shape[:-1], 1)
         require(
             scale.dtype in self.scale_dtypes[1:] and tuple(scale.shape) == wanted,
             lambda: (
-                f"{name} is {scale.dtype} {list(scale.shape)}; it must be {list(wanted)} in one of "
+                f"global_scale is {scale.dtype} {list(scale.shape)}; it must be {list(wanted)} in one of "
                 f"{', '.join(map(str, self.scale_dtypes[1:]))}"
             ),
         )
+        return outputs, inputs
 
     def dequantise(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The weight ``[..., O, I]``: quotients of scales in float32, and their products with numbers in ``dtype``."""
@@ -105,34 +104,13 @@ class Nvfp4(Format):
         return join_nibbles(numbers.flatten(-2), self.stored), scale
 
 
-class Nvfp4Rows(Nvfp4):
-    """The same, and activations in such numbers. Their global scale was found by calibration, so that no weight can be
-    given one here. There are no stacks of such weights.
-    """
+class Nvfp4Rows(Static, Nvfp4):
+    """The same, and activations in such numbers."""
 
     name = "nvfp4_rows"
     parts = (*Nvfp4.parts, "input_global_scale")
     kinds = (*Nvfp4.kinds, "input scale")
     stack_parts = (*Nvfp4.stack_parts, "_input_global_scale")
-    own_inputs = "by which scale its inputs are rounded"
-    quantises_rows = True
-
-    def check(self, weight: Sequence[Tensor]) -> tuple[int, int]:
-        """As of the other format, with one global scale of inputs."""
-        found = super().check(weight)
-        require(weight[0].dim() == 2, lambda: f"numbers are {list(weight[0].shape)}; they must be a matrix")
-        self._check_global("input_global_scale", weight[3], (1,))
-        return found
-
-    def shapes(
-        self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
-    ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """As of the other format, and the global scale of inputs."""
-        return (*super().shapes(outputs, inputs, group_size, dtype), ((1,), torch.float32))
-
-    def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
-        """Refused with ValueError: nothing is known about activations."""
-        raise ValueError(f"{self.name} has a global scale of activations, which only a calibration finds")
 
     def quantise_rows(self, x: Tensor, weight: Sequence[Tensor] = ()) -> Tensor:
         """Rows ``[..., I]`` whose every 16 entries are numbers times a scale of their own."""

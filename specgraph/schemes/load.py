@@ -27,9 +27,10 @@ def load(
     """A causal LM from the folder of a checkpoint, in evaluation mode, with packed weights if it has such.
 
     If its ``config.json`` says that weights are quantised, it has to be in a layout that is known: that of
-    compressed-tensors for numbers of four bits (``pack-quantized``, ``mxfp4-pack-quantized``) or for e4m3 and integers
-    of eight bits with a scale for each output or matrix (``float-quantized``, ``int-quantized``, ``naive-quantized``;
-    activations are quantised by row or not at all), that of gpt-oss (``mxfp4``), that of DeepSeek's and Qwen's models
+    compressed-tensors for numbers of four bits (``pack-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``)
+    or for e4m3 and integers of eight bits with a scale for each output or matrix (``float-quantized``,
+    ``int-quantized``, ``naive-quantized``, ``pack-quantized``; activations are quantised by row, by a scale of the
+    layer or not at all), that of gpt-oss (``mxfp4``), that of DeepSeek's and Qwen's models
     in fp8 with blocks of 128 x 128, or those of AWQ and GPTQ for four bits, which are saved in that of
     compressed-tensors. Models that :func:`specgraph.quantise` made are in one of them. Weights are not dequantised, and
     no quantiser's package is needed. Files may name tensors as transformers renames them while it loads, and hold a
