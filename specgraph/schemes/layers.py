@@ -20,6 +20,9 @@ from specgraph.kernels.packed.linear import packed_linear
 class Packed(nn.Module):
     """A module with a packed weight, whose stored numbers stay as they are when the module is cast.
 
+    So do scales of a matrix or of activations: one of them, rounded, would change all of a product, and that of NVFP4
+    may be larger than float16 has numbers.
+
     Attributes:
         format: the name of the format, in :data:`~specgraph.kernels.packed.formats.FORMATS`.
     """
@@ -27,11 +30,14 @@ class Packed(nn.Module):
     format: str
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packed:
-        stored = format_of(self.format).stored
+        form = format_of(self.format)
+        kinds = zip((*form.parts, *form.stack_parts), form.kinds * 2, strict=True)
+        single = tuple(part for part, kind in kinds if kind.endswith(" scale"))
+        kept = {id(tensor) for name, tensor in self._parameters.items() if name.endswith(single)}
 
         def apply(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
-            return made.to(stored) if tensor.dtype == stored else made  # a wider dtype holds every number
+            made, keeps = fn(tensor), tensor.dtype == form.stored or id(tensor) in kept
+            return tensor.to(made.device) if keeps and made.dtype != tensor.dtype else made
 
         return super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
 

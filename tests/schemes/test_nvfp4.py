@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,21 @@ def test_a_stack_is_rounded_matrix_by_matrix_and_zeros_have_scales() -> None:
     for found, parts in zip(together, zip(*apart, strict=True), strict=True):
         assert torch.equal(found.float(), torch.stack([part.float() for part in parts]))
     assert not NVFP4.dequantise(together, torch.float32)[1].any() and bool(together[2].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_a_model_that_is_cast_keeps_its_weights(dtype: torch.dtype) -> None:
+    """Global scales may be above 65,504, the largest number of float16."""
+    model = quantised("qwen3_moe", "nvfp4", torch.float32)
+    for layer in packed_layers(model).values():
+        layer.weight_global_scale.data *= 100  # type: ignore[operator, union-attr]
+    cast = copy.deepcopy(model).to(dtype)
+    assert cast.model.norm.weight.dtype == dtype
+    for name, layer in packed_layers(model).items():
+        assert torch.equal(packed_layers(cast)[name].dequantised(torch.float32), layer.dequantised(torch.float32))
+    for name, experts in packed_experts(model).items():
+        scale = packed_experts(cast)[name].down_proj_global_scale
+        assert scale.dtype == torch.float32 and torch.equal(scale, experts.down_proj_global_scale)
 
 
 def apart(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
