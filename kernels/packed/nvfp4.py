@@ -97,7 +97,9 @@ class Nvfp4(Format):
 
     def _rounded(self, groups: Tensor, of_all: Tensor) -> tuple[Tensor, Tensor]:
         """Bytes of groups ``[..., I / 16, 16]`` and their scales in float32, of which all are numbers e4m3."""
-        scale = of_all * (groups.abs().amax(-1) / LARGEST)
+        tops = groups.abs().amax(-1)
+        # A GPU would multiply with the reciprocal of a plain number, which may lose the last bit.
+        scale = of_all * (tops / torch.full_like(tops, LARGEST))
         scale = scale.clamp(max=LARGEST_SCALE).float().to(torch.float8_e4m3fn).float()
         scale = torch.where(scale == 0, LEAST_SCALE, scale)
         numbers = _round(groups / (scale / of_all).to(groups.dtype)[..., None])
