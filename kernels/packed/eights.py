@@ -6,15 +6,19 @@ Where files have one scale ``[1]`` for a whole matrix, it is repeated for each o
 matrices can be joined.
 
 Activations may be quantised, too, each row by itself: to numbers of the same kind, whose scale is the largest magnitude
-of the row divided by half the distance from the least number to the largest one. Products and sums are float32.
+of the row divided by half the distance from the least number to the largest one, or that of the layer, ``input_scale``
+``[1]``. Products and sums are float32.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from specgraph.kernels.packed.format import Format, kept
+from specgraph.kernels.packed.static import Static
 
 
 class EightBits(Format):
@@ -26,8 +30,8 @@ class EightBits(Format):
         quantises_rows: whether rows of activations are rounded to such numbers, too.
     """
 
-    parts = ("weight", "weight_scale")
-    stack_parts = ("", "_scale")
+    parts: tuple[str, ...] = ("weight", "weight_scale")
+    stack_parts: tuple[str, ...] = ("", "_scale")
     scale_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     named = True
     expanded = False
@@ -60,13 +64,16 @@ class EightBits(Format):
         scale = self._scale(weight.to(exact), kept(weight.dtype))
         return self._round(weight.to(exact) / scale.to(exact)), scale
 
-    def quantise_rows(self, x: Tensor) -> Tensor:
+    def quantise_rows(self, x: Tensor, weight: Sequence[Tensor] = ()) -> Tensor:
         """Rows ``[..., I]`` whose entries are multiples of a scale of the row, which is float32."""
         if not self.quantises_rows:
             return x
         exact = torch.promote_types(x.dtype, torch.float32)
-        scale = self._scale(x.to(exact), torch.float32).to(exact)
+        scale = self._row_scale(x.to(exact), weight).to(exact)
         return self._round(x.to(exact) / scale).to(exact) * scale
+
+    def _row_scale(self, rows: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        return self._scale(rows, torch.float32)
 
     def _scale(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         limits = torch.finfo(self.stored) if self.stored.is_floating_point else torch.iinfo(self.stored)
@@ -83,11 +90,26 @@ class EightBits(Format):
         return values.round().clamp(-128, 127).to(self.stored)
 
 
+class StaticEights(Static, EightBits):
+    """The same with a scale that all rows of a layer have in common."""
+
+    parts = (*EightBits.parts, "input_scale")
+    kinds = (*EightBits.kinds, "input scale")
+    stack_parts = (*EightBits.stack_parts, "_input_scale")
+
+    def _row_scale(self, rows: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        return weight[2]
+
+
 FP8_CHANNEL = EightBits("fp8_channel", torch.float8_e4m3fn, quantises_rows=False)
 """Weights in e4m3; activations are not quantised."""
 FP8_TOKEN = EightBits("fp8_token", torch.float8_e4m3fn, quantises_rows=True)
 """The same weights, and activations in e4m3 with a scale for each row."""
+FP8_STATIC = StaticEights("fp8_static", torch.float8_e4m3fn, quantises_rows=True)
+"""The same weights, and activations in e4m3 with a scale for each layer."""
 INT8_CHANNEL = EightBits("int8_channel", torch.int8, quantises_rows=False)
 """Weights in int8; activations are not quantised."""
 INT8_TOKEN = EightBits("int8_token", torch.int8, quantises_rows=True)
 """The same weights, and activations in int8 with a scale for each row."""
+INT8_STATIC = StaticEights("int8_static", torch.int8, quantises_rows=True)
+"""The same weights, and activations in int8 with a scale for each layer."""

@@ -31,10 +31,13 @@ class Format:
         per_element: how many numbers an element of that dtype holds.
         scale_dtypes: the dtypes that scales may have.
         quantises_rows: whether rows of activations are quantised, too, by :meth:`quantise_rows`.
-        kinds: what each of the parts holds: ``numbers``, then ``scale``, ``zero point`` or ``group index``.
+        kinds: what each of the parts holds: ``numbers``, then ``scale``, ``global scale``, ``zero point``, ``group
+            index`` or ``input scale``.
+        of_matrix: the parts that files hold once for a matrix, ``[1]``. Modules have them for each output, ``[O, 1]``,
+            so that matrices can be joined.
         shared: the kind of the tensor that has an element for several outputs, if one has (:meth:`outputs_together`).
-        own_order: whether each weight says by itself which inputs are a group, so that several cannot be joined or
-            stacked.
+        own_inputs: what each weight says by itself about its inputs in the last of its parts, so that several cannot
+            be joined or stacked; empty if nothing.
         expanded: whether the kernels multiply numbers as they are stored. For other formats they take the whole weight
             in float32.
         named: whether a module is of this format only if its attribute ``format`` says so, since others have the same
@@ -50,8 +53,9 @@ class Format:
     scale_dtypes: tuple[torch.dtype, ...]
     quantises_rows: bool = False
     kinds: tuple[str, ...] = ("numbers", "scale")
+    of_matrix: tuple[str, ...] = ()
     shared: str = "scale"
-    own_order: bool = False
+    own_inputs: str = ""
     expanded: bool = True
     named: bool = False
 
@@ -73,7 +77,7 @@ class Format:
 
     def check_scale(self, outputs: int, inputs: int, scale: Tensor) -> None:
         """Raise ValueError unless ``scale`` has the shape that a weight ``[outputs, inputs]`` needs."""
-        _, (wanted, _) = self.shapes(outputs, inputs, None, scale.dtype)
+        _, (wanted, _), *_ = self.shapes(outputs, inputs, None, scale.dtype)
         require(
             self.why_not(outputs, inputs, None) is None and tuple(scale.shape[-2:]) == wanted,
             lambda: f"scale is {list(scale.shape)}; for [{outputs}, {inputs}] it must be {list(wanted)}",
@@ -143,8 +147,11 @@ class Format:
         """
         return None
 
-    def quantise_rows(self, x: Tensor) -> Tensor:
-        """Rows ``[..., I]`` as the format quantises activations, in the dtype of ``x`` promoted to float32 at least."""
+    def quantise_rows(self, x: Tensor, weight: Sequence[Tensor] = ()) -> Tensor:
+        """Rows ``[..., I]`` as the format quantises activations, in the dtype of ``x`` promoted to float32 at least.
+
+        ``weight`` is what they are multiplied with, which may say by which scale rows are rounded.
+        """
         return x
 
 

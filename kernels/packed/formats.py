@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from specgraph.kernels.packed.arranged import FP8_BLOCKS_ARRANGED, INT4_ARRANGED, MXFP4_ARRANGED, Arranged
-from specgraph.kernels.packed.eights import FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN
+from specgraph.kernels.packed.eights import (
+    FP8_CHANNEL,
+    FP8_STATIC,
+    FP8_TOKEN,
+    INT8_CHANNEL,
+    INT8_STATIC,
+    INT8_TOKEN,
+)
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.fp8 import FP8_BLOCKS
 from specgraph.kernels.packed.int4 import INT4
 from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import MXFP4
+from specgraph.kernels.packed.nvfp4 import NVFP4, NVFP4_ROWS
 
 _KNOWN = (
     INT4, MXFP4, FP8_BLOCKS, INT4_ARRANGED, FP8_BLOCKS_ARRANGED, MXFP4_ARRANGED, INT4_ZEROS, INT4_ACT_ORDER,
-    FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN,
+    FP8_CHANNEL, FP8_TOKEN, FP8_STATIC, INT8_CHANNEL, INT8_TOKEN, INT8_STATIC, NVFP4, NVFP4_ROWS,
 )  # fmt: skip
 FORMATS: dict[str, Format] = {made.name: made for made in _KNOWN}
 """Every format by its name, which the ops take as ``format``."""

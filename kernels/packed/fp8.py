@@ -8,6 +8,8 @@ divided by 448, the largest number. Products and sums are float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -65,7 +67,7 @@ class Fp8Blocks(Format):
         numbers = numbers.flatten(-4, -3).flatten(-2)[..., :outputs, :inputs]
         return numbers.contiguous().to(torch.float8_e4m3fn), scale
 
-    def quantise_rows(self, x: Tensor) -> Tensor:
+    def quantise_rows(self, x: Tensor, weight: Sequence[Tensor] = ()) -> Tensor:
         """Rows ``[..., I]`` whose every 128 entries are multiples of a scale of their own."""
         exact = torch.promote_types(x.dtype, torch.float32)
         inputs = x.shape[-1]

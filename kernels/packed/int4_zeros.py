@@ -104,7 +104,7 @@ class Int4ActOrder(Int4Zeros):
     parts = (*Int4Zeros.parts, "weight_g_idx")
     kinds = (*Int4Zeros.kinds, "group index")
     stack_parts = (*Int4Zeros.stack_parts, "_g_idx")
-    own_order = True
+    own_inputs = "which of its inputs are a group"
 
     def check(self, weight: Sequence[Tensor]) -> tuple[int, int]:
         """As of the other format, with a group for each input."""

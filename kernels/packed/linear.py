@@ -152,7 +152,7 @@ def _exact(given: PackedLinear | PackedLinearNorm) -> Linear:
     form = format_of(given.format)
     exact = torch.promote_types(given.x.dtype, torch.float32)
     bias, residual = (None if part is None else part.to(exact) for part in (given.bias, given.residual))
-    x = form.quantise_rows(given.x).to(exact)
+    x = form.quantise_rows(given.x, given.weight).to(exact)
     return Linear(
         x, form.dequantise(given.weight, exact), bias, residual, given.sum_sq, norm_eps=given.norm_eps,
         activation=given.activation, constant_weight=False,

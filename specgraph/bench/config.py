@@ -31,7 +31,7 @@ class BenchConfig(Config):
     qwen3.5-9b-shape, qwen3.5-small-shape or tiny-shape (random weights), or the folder or name of a model.
     """
     weights: str | None = None
-    """int4, mxfp4 or fp8: the weights of a shape are packed in this scheme, as specgraph.quantise does it; null leaves
+    """int4, mxfp4, fp8 or another scheme of specgraph.quantise: the weights of a shape are packed in it; null leaves
     them in dtype.
     """
     batch_sizes: list[int] | None = None

@@ -47,9 +47,11 @@ class StoredTensor:
         """Its size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def converted(self, shape: tuple[int, ...], convert: Callable[[Tensor], Tensor]) -> StoredTensor:
-        """What ``convert`` makes of it, in the same dtype, when it is read."""
-        return StoredTensor(shape, self.dtype, self.file, lambda: convert(self.read()))
+    def converted(
+        self, shape: tuple[int, ...], convert: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+    ) -> StoredTensor:
+        """What ``convert`` makes of it when it is read, in the same dtype unless another one is given."""
+        return StoredTensor(shape, dtype or self.dtype, self.file, lambda: convert(self.read()))
 
 
 @dataclass(frozen=True, eq=False)

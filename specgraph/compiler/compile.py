@@ -180,7 +180,7 @@ def check_dtypes(model: PreTrainedModel) -> None:
     raise UnsupportedModelError(
         f"{type(model).__name__} is quantised{how}: {other[0]} is {kind}, and specgraph runs weights in float64, "
         "float32, bfloat16 or float16; load it without a quantization_config, as by from_pretrained(..., "
-        "dtype=torch.bfloat16), or with one that says dequantize=True."
+        "dtype=torch.bfloat16), or with one that says dequantize=True; specgraph.quantise then packs its weights."
     )
 
 

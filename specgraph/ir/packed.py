@@ -81,8 +81,8 @@ class Packed(Scheme):
 
     def why_not_merged(self, weights: Sequence[Sequence[Tensor]]) -> str | None:
         """Joined weights have as many groups of inputs, and blocks of outputs end with each of them but the last."""
-        if self.form.own_order:
-            return "each of them says which of its inputs are a group"
+        if self.form.own_inputs:
+            return f"each of them says {self.form.own_inputs}"
         first, scale = weights[0][:2]
         outputs = self.form.outputs_together(first.shape[1] * self.form.per_element, scale)
         groups = sorted({scale.shape[1] for _, scale, *_ in weights})

@@ -58,7 +58,7 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 
 def _part(form: Format, kind: str, tensor: Tensor, stacked: bool) -> Part:
     other = {"scale": form.scale_dtypes, "shape": (torch.int64, torch.int32)}
-    dtypes = other.get(kind, (form.stored,))
+    dtypes = other.get(kind.rpartition(" ")[2], (form.stored,))
     shape = tuple(tensor.shape)
     return Part(form, kind, dtypes, form.stacked_shape(shape) if stacked and kind == "numbers" else shape)
 
@@ -207,7 +207,9 @@ def check_values(piece: Piece, value: Tensor, part: Part, owner: nn.Module, file
     if part.kind == "shape":
         _check_shape(piece.name, value, [owner.out_features, owner.in_features])  # type: ignore[list-item]
     elif part.kind == "scale":
-        _check_scales(piece.name, value, part.form, file)
+        _check_scales(piece.name, part.form.scales(value, torch.float32), file)
+    elif part.kind.endswith(" scale"):
+        _check_scales(piece.name, value.float(), file)
     elif part.kind == "group index":
         _check_groups(piece.name, value, len(getattr(owner, part.form.parts[1])[0]), file)
 
@@ -228,8 +230,7 @@ def _check_shape(name: str, value: Tensor, wanted: list[int]) -> None:
         )
 
 
-def _check_scales(name: str, value: Tensor, form: Format, file: Path) -> None:
-    scales = form.scales(value, torch.float32)
+def _check_scales(name: str, scales: Tensor, file: Path) -> None:
     bad = ~(scales.isfinite() & (scales != 0))
     if bool(bad.any()):
         place = bad.nonzero()[0].tolist()

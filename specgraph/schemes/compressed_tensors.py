@@ -16,7 +16,9 @@ from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.int4 import INT4, WHOLE_ROW
 from specgraph.kernels.packed.int4_zeros import INT4_ACT_ORDER, INT4_ZEROS
 from specgraph.kernels.packed.mxfp4 import GROUP, MXFP4
-from specgraph.schemes.eight_bits import EIGHTS, read_eights, state_eights
+from specgraph.kernels.packed.nvfp4 import GROUP as NV_GROUP
+from specgraph.kernels.packed.nvfp4 import NVFP4, NVFP4_ROWS
+from specgraph.schemes.eight_bits import EIGHTS, read_eights, state_eights, unpacked
 from specgraph.schemes.layout import Layout, check_one_of, check_stated
 from specgraph.schemes.targets import matches, targeted
 
@@ -24,6 +26,9 @@ FORMATS: dict[str, tuple[Format, dict[str, Any]]] = {
     "pack-quantized": (INT4, {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}),
     "mxfp4-pack-quantized": (
         MXFP4, {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": GROUP},
+    ),
+    "nvfp4-pack-quantized": (
+        NVFP4, {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": NV_GROUP},
     ),
 }  # fmt: skip
 """What ``format`` says, the format of the weights, and what each of their properties has to be."""
@@ -43,6 +48,7 @@ class CompressedTensors(Layout):
         targets: names or classes of layers, or expressions behind ``re:``.
         ignore: the same for layers that stay as they are, whatever ``targets`` says.
         per_tensor: whether the files that are read have one scale for each matrix.
+        words: whether their numbers of eight bits stand in int32.
     """
 
     method: ClassVar[str] = "compressed-tensors"
@@ -50,25 +56,31 @@ class CompressedTensors(Layout):
     ignore: tuple[str, ...] = ("lm_head",)
     targets: tuple[str, ...] = ("Linear",)
     per_tensor: bool = False
+    words: bool = False
 
     @classmethod
     def read(cls, stated: Mapping[str, Any]) -> CompressedTensors:
         """The layout that a ``quantization_config`` states: one group of one of :data:`FORMATS` or of eight bits."""
         name = stated.get("format")
-        check_one_of("format", name, (*FORMATS, *EIGHTS))
+        check_one_of("format", name, {**FORMATS, **EIGHTS})
         assert isinstance(name, str), "as all that are allowed"
         check_stated("kv_cache_scheme", stated.get("kv_cache_scheme"), None)
         label, group = _only_group(stated.get("config_groups"))
         check_stated(f"{label}.format", group.get("format") or name, name)
         patterns = tuple(stated.get("ignore") or ()), tuple(group.get("targets") or ())
-        if name in EIGHTS:
+        words = name == "pack-quantized"
+        if name in EIGHTS and not (words and group["weights"].get("num_bits") != 8):
             check_stated(f"{label}.output_activations", group.get("output_activations"), None)
             eights, per_tensor = read_eights(name, label, group)
-            return cls(eights, None, *patterns, per_tensor)
+            return cls(eights, None, *patterns, per_tensor, words)
         form, wanted = FORMATS[name]
+        weights, rows = group["weights"], group.get("input_activations")
+        if form is NVFP4 and isinstance(rows, Mapping):
+            form, group = NVFP4_ROWS, {**group, "input_activations": None}
+            for key, allowed in {**wanted, "dynamic": "local"}.items():
+                check_stated(f"{label}.input_activations.{key}", rows.get(key), allowed)
         for key in _NONE:
             check_stated(f"{label}.{key}", group.get(key), None)
-        weights = group["weights"]
         if form is INT4:
             form, wanted, weights = _integers(weights, wanted)
         for key, allowed in wanted.items():
@@ -87,6 +99,8 @@ class CompressedTensors(Layout):
         else:
             name, weights = self._stated_weights()
             parts = {"weights": weights, **dict.fromkeys(_NONE)}
+            if self.form is NVFP4_ROWS:
+                parts["input_activations"] = {**weights, "dynamic": "local"}
         group = {"targets": [*self.targets], **parts, "format": name}
         return {
             "quant_method": self.method, "format": name, "quantization_status": "compressed", "kv_cache_scheme": None,
@@ -96,23 +110,26 @@ class CompressedTensors(Layout):
     def _stated_weights(self) -> tuple[str, dict[str, Any]]:
         """What ``format`` says, and what is stated about weights of four bits."""
         of_integers = {form: _stated_of(*of, self.group_size) for of, form in INTEGERS.items()}
-        listed = INT4 if self.form in of_integers else self.form
+        listed = INT4 if self.form in of_integers else NVFP4 if self.form is NVFP4_ROWS else self.form
         name, (_, weights) = next((name, known) for name, known in FORMATS.items() if known[0] is listed)
         return name, {**weights, **of_integers.get(self.form, {"group_size": self.group_size}), "dynamic": False}
 
     def adapted(self, files: Files, known: Container[str]) -> tuple[CompressedTensors, Files]:
-        """One scale of a matrix is repeated for each of its outputs, so that matrices can be joined."""
-        if not self.per_tensor:
-            return self, files
-        tensors, leaf = dict(files.tensors), "_scale"
-        for name, weight in files.tensors.items():
-            if f"{name}{leaf}" in tensors:
-                tensors[f"{name}{leaf}"] = _repeated(f"{name}{leaf}", tensors[f"{name}{leaf}"], weight.shape[0])
+        """Words become integers, and one scale of a matrix that of each of its outputs, so that these can be joined."""
+        single = (*self.form.of_matrix, *(("weight_scale",) if self.per_tensor else ()))
+        tensors = unpacked(files.tensors) if self.words else dict(files.tensors)
+        for name, scale in files.tensors.items():
+            layer, _, leaf = name.rpartition(".")
+            numbers = tensors.get(f"{layer}.{self.form.parts[0]}")
+            if leaf in single and numbers is not None:
+                tensors[name] = _repeated(name, scale, numbers.shape[0])
+            elif leaf == "input_scale" and scale.shape == ():
+                tensors[name] = scale.converted((1,), lambda value: value.reshape(1))
         return self, dataclasses.replace(files, tensors=tensors)
 
     def kept(self, stated: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-        """One scale of a matrix has become one for each output, and files that are saved have these."""
-        return self.stated() if self.per_tensor else stated
+        """What was written anew while it was read is saved as it is held."""
+        return self.stated() if self.per_tensor or self.words else stated
 
     def linears(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Linear]:
         """Those that ``targets`` matches and ``ignore`` does not."""
@@ -128,7 +145,7 @@ class CompressedTensors(Layout):
 
 
 def _repeated(name: str, scale: StoredTensor, outputs: int) -> StoredTensor:
-    if scale.shape != (1,):
+    if scale.shape not in ((), (1,)):
         raise UnsupportedModelError(
             f"{name} of {scale.file} has the shape {list(scale.shape)}, and config.json needs [1]; one of them is of "
             "another model."

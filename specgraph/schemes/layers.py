@@ -20,6 +20,9 @@ from specgraph.kernels.packed.linear import packed_linear
 class Packed(nn.Module):
     """A module with a packed weight, whose stored numbers stay as they are when the module is cast.
 
+    So do scales of a matrix or of activations: one of them, rounded, would change all of a product, and that of NVFP4
+    may be larger than float16 has numbers.
+
     Attributes:
         format: the name of the format, in :data:`~specgraph.kernels.packed.formats.FORMATS`.
     """
@@ -48,11 +51,14 @@ class Packed(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packed:
-        stored = format_of(self.format).stored
+        form = format_of(self.format)
+        kinds = zip((*form.parts, *form.stack_parts), form.kinds * 2, strict=True)
+        single = tuple(part for part, kind in kinds if kind.endswith(" scale"))
+        kept = {id(tensor) for name, tensor in self._parameters.items() if name.endswith(single)}
 
         def apply(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
-            return made.to(stored) if tensor.dtype == stored else made  # a wider dtype holds every number
+            made, keeps = fn(tensor), tensor.dtype == form.stored or id(tensor) in kept
+            return tensor.to(made.device) if keeps and made.dtype != tensor.dtype else made
 
         return super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
 
@@ -122,6 +128,17 @@ class PackedLinear(Packed):
 
     def _places(self, form: Format) -> list[tuple[str, ...]]:
         return [form.parts]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key in (f"{prefix}{name}" for name in format_of(self.format).of_matrix):
+            destination[key] = destination[key][0]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for key in (f"{prefix}{name}" for name in format_of(self.format).of_matrix):
+            if key in state_dict and state_dict[key].shape == (1,):
+                state_dict[key] = state_dict[key].expand(self.out_features, 1)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""

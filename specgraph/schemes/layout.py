@@ -106,7 +106,7 @@ class Layout(ABC):
             packed = [layer for layer in of if self.packs(layer)]
             if packed:
                 _check_all(of, packed, name)
-                _check_order(self.form, packed[0], name)
+                _check_inputs(self.form, packed[0], name)
                 found[name] = module
         return found
 
@@ -128,11 +128,11 @@ def _check_all(layers: Sequence[str], packed: Sequence[str], name: str) -> None:
         )
 
 
-def _check_order(form: Format, layer: str, name: str) -> None:
-    if form.own_order:
+def _check_inputs(form: Format, layer: str, name: str) -> None:
+    if form.own_inputs:
         raise UnsupportedModelError(
-            f"{layer} has groups of inputs that are not neighbours (act-order), and it is in a stack of {name}, all "
-            "matrices of which would need the same groups; use a checkpoint that was quantised without act-order."
+            f"{layer} says by itself {form.own_inputs}, and it is in a stack of {name}, whose matrices would all have "
+            f"to say the same; use a checkpoint of a scheme without {form.parts[-1]}."
         )
 
 

@@ -16,7 +16,7 @@ from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.schemes.checks import Part, by_tensor, check_names, check_values, owner_of, parts_of
 from specgraph.schemes.layers import PackedLinear, empty_experts, stack_features, stacks
 from specgraph.schemes.layout import Layout
-from specgraph.schemes.layouts import LAYOUTS, read_layout
+from specgraph.schemes.layouts import FOREIGN, LAYOUTS, read_layout
 from specgraph.schemes.names import Names, Piece, layers_of
 from specgraph.schemes.published import save_as_published
 
@@ -27,9 +27,10 @@ def load(
     """A causal LM from the folder of a checkpoint, in evaluation mode, with packed weights if it has such.
 
     If its ``config.json`` says that weights are quantised, it has to be in a layout that is known: that of
-    compressed-tensors for numbers of four bits (``pack-quantized``, ``mxfp4-pack-quantized``) or for e4m3 and integers
-    of eight bits with a scale for each output or matrix (``float-quantized``, ``int-quantized``, ``naive-quantized``;
-    activations are quantised by row or not at all), that of gpt-oss (``mxfp4``), that of DeepSeek's and Qwen's models
+    compressed-tensors for numbers of four bits (``pack-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``)
+    or for e4m3 and integers of eight bits with a scale for each output or matrix (``float-quantized``,
+    ``int-quantized``, ``naive-quantized``, ``pack-quantized``; activations are quantised by row, by a scale of the
+    layer or not at all), that of gpt-oss (``mxfp4``), that of DeepSeek's and Qwen's models
     in fp8 with blocks of 128 x 128, or those of AWQ and GPTQ for four bits, which are saved in that of
     compressed-tensors. Models that :func:`specgraph.quantise` made are in one of them. Weights are not dequantised, and
     no quantiser's package is needed. Files may name tensors as transformers renames them while it loads, and hold a
@@ -73,8 +74,9 @@ def load(
 def load_causal_lm(
     name: str | Path, dtype: torch.dtype | str, what: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:  # fmt: skip
-    """A causal LM in evaluation mode, on the CPU: by :func:`load` if ``name`` is a folder with packed weights, else by
-    transformers. The arguments are those of :func:`~specgraph.checkpoints.causal_lm.load_by_transformers`.
+    """A causal LM in evaluation mode, on the CPU: by :func:`load` if ``name`` is a folder whose weights are packed by
+    a tool that it knows, else by transformers. The arguments are those of
+    :func:`~specgraph.checkpoints.causal_lm.load_by_transformers`.
 
     Raises:
         ConfigError: it cannot be loaded, or its files lack a tensor, which transformers would fill at random.
@@ -93,7 +95,7 @@ def _is_packed(folder: Path) -> bool:
         stated = read_json(folder / "config.json").get("quantization_config")
     except ConfigError:  # transformers knows models by names, too, and says what is wrong with a file
         return False
-    return isinstance(stated, Mapping) and stated.get("quant_method") in LAYOUTS
+    return isinstance(stated, Mapping) and stated.get("quant_method") in (*LAYOUTS, *FOREIGN)
 
 
 def _empty_model(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:

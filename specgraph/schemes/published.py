@@ -97,7 +97,9 @@ class _Unstack(ConversionOps):  # type: ignore[misc]  # transformers has no type
         for expert, joined in enumerate(stacked):
             for pattern, matrix in zip(target_patterns, joined.chunk(len(target_patterns)), strict=True):
                 name = pattern.replace("*", f"{expert}")
-                found[name] = matrix.flatten(1)  # stacks of mxfp4 have a dimension for the bytes of a group
+                once = self.leaf in self.form.of_matrix
+                # Stacks of mxfp4 have a dimension for the bytes of a group.
+                found[name] = matrix[0] if once else matrix.flatten(1)
                 if self.leaf == self.form.parts[0]:
                     found |= self._stated(name, found[name])
         return found

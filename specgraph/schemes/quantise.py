@@ -30,12 +30,16 @@ def quantise(
 
     Args:
         model: a causal LM in float64, float32, bfloat16 or float16.
-        scheme: ``int4``: symmetric integers with a scale for each group of inputs. ``mxfp4``: floating-point numbers of
-            four bits with a power of two for each 32 inputs; of gpt-oss only the experts, as its checkpoints have them.
-            ``fp8``: floating-point numbers of eight bits with a scale for each block of 128 x 128, with which
-            activations are quantised, too.
-        group_size: how many inputs have one scale in ``int4``: a multiple of 8 that divides the inputs of every layer,
-            or -1 for all inputs of each; 128 by default.
+        scheme: ``int4``: symmetric integers with a scale for each group of inputs, and ``int4_zeros`` with a zero
+            point, too. ``mxfp4``: floating-point numbers of four bits with a power of two for each 32 inputs; of
+            gpt-oss only the experts, as its checkpoints have them. ``nvfp4``: the same numbers with a scale in e4m3 for
+            each 16 inputs, and one of the matrix. ``fp8``: floating-point numbers of eight bits with a scale for each
+            block of 128 x 128, with which activations are quantised, too. ``fp8_channel`` and ``int8_channel``:
+            numbers of eight bits with a scale for each output. ``fp8_token`` and ``int8_token``: the same, and
+            activations with a scale for each row. Kernels for GPUs expand ``int4``, ``mxfp4`` and ``fp8`` in registers,
+            and the weights of other schemes are made in float32 for each product.
+        group_size: how many inputs have one scale in ``int4`` and ``int4_zeros``: a multiple of 8 that divides the
+            inputs of every layer, or -1 for all inputs of each; 128 by default.
         ignore: layers that are left as they are: their names or, but for ``fp8``, expressions behind ``re:``, which the
             beginning of a name has to match. A mixture of experts is left out by its name, or by those that files give
             all of its matrices.
@@ -61,6 +65,12 @@ def quantise(
     layers, experts = layout.linears(model, names), layout.experts(model, names)
     if not layers and not experts:
         raise UnsupportedModelError(f"{type(model).__name__} has no linear layer but those of ignore, {list(ignore)}.")
+    other = next((name for name, layer in layers.items() if type(layer.weight) is not torch.nn.Parameter), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is quantised already: {other}.weight is {type(layers[other].weight).__name__}; "
+            "give specgraph.quantise the model before another tool has changed its weights."
+        )
     _check_fits(layout, layout.features(model, names))
     for name, layer in layers.items():
         model.set_submodule(name, PackedLinear.quantised(layer, layout.form, layout.group_size))

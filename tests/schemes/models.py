@@ -32,7 +32,7 @@ _FULL_GROUPS: dict[str, dict[str, Any]] = {
 
 
 def sizes(architecture: str, scheme: str) -> dict[str, Any]:
-    return _FULL_GROUPS.get(architecture, {"intermediate_size": 64}) if scheme == "mxfp4" else {}
+    return _FULL_GROUPS.get(architecture, {"intermediate_size": 64}) if scheme in ("mxfp4", "nvfp4") else {}
 
 
 @once
@@ -41,7 +41,7 @@ def _quantised(
 ) -> PreTrainedModel:
     overrides: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     model = make_model(architecture, seed=seed, dtype=dtype, **sizes(architecture, scheme), **overrides)
-    options = SCHEMES[scheme] if group_size is None else {"group_size": group_size}
+    options = SCHEMES.get(scheme, {}) if group_size is None else {"group_size": group_size}
     return specgraph.quantise(model, scheme, **options)
 
 

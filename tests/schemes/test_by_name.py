@@ -80,7 +80,7 @@ def test_the_dtype_is_that_of_all_that_is_not_packed(
 
 @pytest.mark.parametrize(
     ("scheme", "key", "value"),
-    [("int4", "format", "marlin-24"), ("mxfp4", "format", "nvfp4-pack-quantized"),
+    [("int4", "format", "marlin-24"), ("mxfp4", "format", "mxfp8-quantized"),
      ("fp8", "activation_scheme", "static")],
 )  # fmt: skip
 def test_another_format_of_a_known_tool_is_refused(scheme: str, key: str, value: str, tmp_path: Path) -> None:
@@ -93,7 +93,17 @@ def test_another_format_of_a_known_tool_is_refused(scheme: str, key: str, value:
         load_causal_lm(tmp_path, "auto", "model=x")
 
 
-@pytest.mark.parametrize("stated", [{"quant_method": "bitsandbytes"}, "fp8"], ids=str)
+@pytest.mark.parametrize("method", ["bitsandbytes", "torchao"])
+def test_tools_whose_weights_only_they_unpack_are_refused(method: str, tmp_path: Path) -> None:
+    """transformers would load them, and then no graph of them could be traced."""
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+    message = f"quant_method .* is '{method}', whose weights only {method} unpacks; load the checkpoint from which"
+    for read in (specgraph.load, lambda folder: load_causal_lm(folder, "auto", "model=x")):
+        with pytest.raises(UnsupportedModelError, match=message):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("stated", [{"quant_method": "aqlm"}, "fp8"], ids=str)
 def test_what_no_layout_of_ours_states_is_left_to_transformers(
     stated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,44 +8,46 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.naive_quantized import NaiveQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 import specgraph
+from specgraph.checkpoints.files import open_files
 from specgraph.errors import UnsupportedModelError
-from specgraph.kernels.packed.eights import FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN, EightBits
+from specgraph.kernels.packed.eights import (
+    FP8_CHANNEL,
+    FP8_STATIC,
+    FP8_TOKEN,
+    INT8_CHANNEL,
+    INT8_STATIC,
+    INT8_TOKEN,
+    EightBits,
+)
 from specgraph.schemes.compressed_tensors import CompressedTensors
-from specgraph.schemes.layers import PackedLinear, quantise_experts
+from specgraph.schemes.eight_bits import unpacked
 from specgraph.schemes.layouts import read_layout
-from specgraph.schemes.published import published_layers, save_as_published
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
+from tests.ir.test_linear import misses
 from tests.kernels.packed.definition import floating, normal
 from tests.models import make_model, ragged_prompts, saved
-from tests.schemes.files import assert_equal_models, changed, drop, put
+from tests.schemes.files import Change, assert_equal_models, changed, drop, put
 from tests.schemes.models import packed_experts, packed_layers
 
+INT8 = torch.int8
 FORMS = (FP8_CHANNEL, FP8_TOKEN, INT8_CHANNEL, INT8_TOKEN)
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 PROJECTION = "model.layers.1.mlp.down_proj"
 SCALE = f"{PROJECTION}.weight_scale"
 
 
-@torch.no_grad()
 def packed(form: EightBits, architecture: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model = make_model(architecture, seed=3, dtype=dtype)
-    layout, names = CompressedTensors(form), published_layers(model)
-    experts = layout.experts(model, names)
-    for name, layer in layout.linears(model, names).items():
-        model.set_submodule(name, PackedLinear.quantised(layer, form))
-    for module in experts.values():
-        quantise_experts(module, form)
-    save_as_published(model)
-    model.config.quantization_config = layout.stated()
-    return model
+    return specgraph.quantise(make_model(architecture, seed=3, dtype=dtype), form.name)
 
 
 def values(form: EightBits, numbers: Tensor) -> Tensor:
@@ -165,6 +167,127 @@ def test_one_scale_of_a_matrix_is_that_of_all_its_outputs(architecture: str, tmp
     assert_equal_models(again, found)
 
 
+# Static activations
+
+STATIC = {FP8_TOKEN: FP8_STATIC, INT8_TOKEN: INT8_STATIC}
+INPUT = f"{PROJECTION}.input_scale"
+every_static = pytest.mark.parametrize("form", STATIC, ids=lambda form: STATIC[form].name)
+
+
+def static(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Files with a scale for the inputs of each layer, by which some of their entries are too large."""
+    for place, name in enumerate(sorted(name for name in tensors if name.endswith("weight_scale"))):
+        tensors[f"{name.removesuffix('weight_scale')}input_scale"] = torch.tensor([0.002 + place / 5000])
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"].update({"strategy": "tensor", "dynamic": False})
+
+
+class ByPackage(nn.Linear):
+    args: QuantizationArgs
+    input_scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = fake_quantize(x, self.input_scale, None, self.args)  # type: ignore[arg-type]
+        return functional.linear(rows, self.weight)
+
+
+@every_static
+def test_rows_are_rounded_by_the_scale_of_a_layer_as_by_compressed_tensors(form: EightBits, tmp_path: Path) -> None:
+    """Layers of one input, whose scales differ, are not merged. Tokens are those of the package's rounding."""
+    kind, prompts = "float" if form is FP8_TOKEN else "int", ragged_prompts()
+    folder = changed(packed(form), tmp_path / "first", static)
+    model = specgraph.load(folder, dtype=torch.float64)
+    assert {layer.format for layer in packed_layers(model).values()} == {STATIC[form].name}
+    theirs = QuantizationConfig.model_validate(model.config.quantization_config).config_groups["group_0"]
+    args: Any = theirs.input_activations  # type: ignore[union-attr]
+    assert (args.dynamic, args.strategy, args.type) == (False, "tensor", kind)
+    expected: Any = dense(model, form)
+    for name, layer in packed_layers(model).items():
+        made = expected.get_submodule(name)
+        made.__class__, made.args, made.input_scale = ByPackage, args, layer.input_scale.data.double()
+        x = normal(3, layer.in_features, dtype=torch.bfloat16).cpu() * 0.5
+        rows = STATIC[form].quantise_rows(x, layer.weight_parts)
+        assert torch.equal(rows, fake_quantize(x.float(), layer.input_scale, None, args))  # type: ignore[arg-type]
+    tokens_of = forward_greedy(expected, prompts, 8)
+    config = {**CONFIG, "lowering": {"name": "gpu"}, "draft": {"kind": "ngram", "num_speculative_tokens": 3}}
+    decoder = specgraph.compile_speculative(model, config)
+    assert "each of them says by which scale its inputs are rounded" in misses(decoder, "merge_linears")
+    tokens = decoder.generate(prompts, max_new_tokens=8, eos_token_id=[])
+    assert_same_tokens(expected, prompts, tokens.new_tokens, tokens_of)
+    assert_equal_models(specgraph.load(saved(model, tmp_path / "second"), dtype=torch.float64), model)
+    assert read_layout(model.config.quantization_config) == CompressedTensors(STATIC[form])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        ("llama", drop(INPUT), rf"no tensor {INPUT}"),
+        ("llama", put(INPUT, torch.zeros(1)), rf"{INPUT} of .* is 0\.0 at \[0\]; scales must be"),
+        ("llama", put(INPUT, torch.ones(48)), r"the shape \[48\], and config.json needs \[1\]"),
+        ("qwen3_moe", drop(), r"gate_proj says by itself by which scale its inputs are rounded, .* input_scale\."),
+    ],
+)
+def test_scales_of_inputs_that_do_not_fit_are_refused(
+    architecture: str, change: Change, message: str, tmp_path: Path
+) -> None:
+    def both(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        static(tensors, config)
+        change(tensors, config)
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        specgraph.load(changed(packed(FP8_TOKEN, architecture), tmp_path, both))
+    with pytest.raises(ValueError, match=r"input_scale is torch.float32 \[2\]; they must be a matrix, and \[1\]"):
+        FP8_STATIC.check([*FP8_TOKEN.quantise(normal(5, 32)), torch.ones(2)])
+
+
+def in_words(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Files as the package packs four integers into an int32."""
+    for name in [name for name in tensors if name.endswith(".weight") and tensors[name].dtype == torch.int8]:
+        numbers = tensors.pop(name)
+        tensors[f"{name}_packed"] = pack_to_int32(numbers, 8)
+        tensors[f"{name}_shape"] = torch.tensor(numbers.shape)
+    config["quantization_config"]["format"] = "pack-quantized"
+    config["quantization_config"]["config_groups"]["group_0"]["format"] = None
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_words_of_four_integers_are_those_integers(architecture: str, tmp_path: Path) -> None:
+    model = packed(INT8_CHANNEL, architecture)
+    found = specgraph.load(changed(model, tmp_path / "first", in_words))
+    assert_equal_models(found, model)
+    assert found.config.quantization_config == model.config.quantization_config
+    assert_equal_models(specgraph.load(saved(found, tmp_path / "second")), model)
+
+
+def test_every_integer_is_unpacked_and_words_that_are_not_full(tmp_path: Path) -> None:
+    numbers = torch.arange(-128, 127, dtype=torch.int8).view(5, 51)
+    tensors = {"x.weight_packed": pack_to_int32(numbers, 8), "x.weight_shape": torch.tensor([5, 51])}
+    save_file({"y": torch.ones(2), **tensors}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    found = unpacked(open_files(tmp_path).tensors)
+    assert found.keys() == {"x.weight", "y"} and (found["x.weight"].shape, found["x.weight"].dtype) == ((5, 51), INT8)
+    assert torch.equal(found["x.weight"].read(), numbers)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop(f"{PROJECTION}.weight_packed"), "down_proj.weight_packed of .* is missing; for .*weight_shape"),
+        (drop(f"{PROJECTION}.weight_shape"), "no tensor .*down_proj.weight,"),
+        (put(f"{PROJECTION}.weight_packed", torch.zeros(32, 12)), "weight_packed of .* is torch.float32"),
+        (put(f"{PROJECTION}.weight_shape", torch.tensor([32, 49])), r"is torch.int32 \[32, 12\]; .* \[32, 13\]"),
+        (put(f"{PROJECTION}.weight_shape", torch.tensor([32])), r"weight_shape \[32\] it must be torch.int32 \[\]"),
+    ],
+)  # fmt: skip
+def test_words_that_do_not_fit_are_refused(change: Change, message: str, tmp_path: Path) -> None:
+    def words(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        in_words(tensors, config)
+        change(tensors, config)
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        specgraph.load(changed(packed(INT8_CHANNEL), tmp_path, words))
+
+
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
@@ -199,7 +322,9 @@ def test_what_is_stated_is_read_as_the_same(form: EightBits) -> None:
     ("part", "stated", "message"),
     [
         ("input_activations", {"strategy": "tensor"}, "the scale of a row would depend on the other rows"),
-        ("input_activations", {"strategy": "tensor", "dynamic": False}, "dynamic of .* is False; allowed is True"),
+        ("input_activations", {"dynamic": False}, "dynamic of .* is False; allowed is True"),
+        ("input_activations", {"strategy": "group"}, "strategy of .* is 'group'; allowed is 'token', 'tensor'"),
+        ("input_activations", {"strategy": "tensor", "dynamic": "local"}, "dynamic of .* is 'local'; allowed is False"),
         ("input_activations", {"type": "int"}, "input_activations.type .* is 'int'; allowed is 'float'"),
         ("input_activations", {"num_bits": 4}, "input_activations.num_bits .* is 4; allowed is 8"),
         ("weights", {"type": "int"}, "weights.type .* is 'int'; allowed is 'float'"),

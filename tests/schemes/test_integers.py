@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[str, str, Change, str]] = {
                       rf"{PROJECTION}\.g_idx of .* has the shape \[47\]; .* it must be \[48\]"),
     "groups' dtype": ("llama", "gptq", put(f"{PROJECTION}.g_idx", torch.zeros(48)), r"g_idx of .* is torch.float32"),
     "group size": ("llama", "awq", state("group_size", 16), r"\.(scales|qzeros) of .* and groups of 16 inputs it must"),
-    "stack in act-order": ("qwen3_moe", "gptq", _order, r"has groups of inputs that are not neighbours \(act-order\)"),
+    "stack in act-order": ("qwen3_moe", "gptq", _order, "by itself which of its inputs are a group, .* weight_g_idx"),
     "expert's zeros": ("qwen3_moe", "awq", put(f"{EXPERT}.qzeros", torch.zeros(1, 4, dtype=INT)),
                        rf"{EXPERT}\.qzeros of .* it must be \[3, 4\]"),
     "expert missing": ("qwen3_moe", "awq", drop(*(f"{EXPERT}.{leaf}" for leaf in ("qweight", "qzeros", "scales"))),

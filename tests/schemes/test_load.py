@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "infinite scale": (_change_scale(float("inf")), rf"{PROJECTION}\.weight_scale of .* is inf at \[3, 1\]"),
     "integer norm": (put("model.norm.weight", torch.ones(32, dtype=INT)), r"norm\.weight of .* is torch.int32"),
     "method": (state("quant_method", "aqlm"), "quant_method of quantization_config is 'aqlm'; allowed is 'comp"),
-    "format": (state("format", "nvfp4-pack-quantized"), "format of quantization_config .* is 'pack-quantized'"),
+    "format": (state("format", "mxfp8-quantized"), "format of quantization_config .* is 'pack-quantized'"),
     "ignored": (state("ignore", ["lm_head", PROJECTION]), rf"no tensor {PROJECTION}\.weight,"),
     "group size": (_group_size(32), r"mlp\.down_proj cannot be stored as quantization_config states: .* size, 32"),
 }  # fmt: skip

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
-from transformers import FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import specgraph
+from specgraph.config.schemes import SCHEMES as EVERY
 from specgraph.errors import InputError, SpecgraphError, UnsupportedModelError
 from specgraph.kernels.packed.formats import format_of
 from specgraph.kernels.packed.fp8 import FP8_BLOCKS
@@ -24,7 +26,7 @@ from specgraph.schemes.fine_grained import FineGrained
 from specgraph.schemes.gpt_oss import GptOss
 from specgraph.schemes.layout import Layout
 from specgraph.schemes.layouts import read_layout
-from tests.models import make_model
+from tests.models import make_model, saved
 from tests.schemes.models import FORMATS, SCHEMES, packed_experts, packed_layers, quantised, sizes
 
 
@@ -103,6 +105,17 @@ def _with(name: str, layer: nn.Module) -> Any:
     return model
 
 
+class Int8Tensor(torch.Tensor):
+    """As those by which torchao replaces weights."""
+
+
+def _of_another_tool() -> Any:
+    model = make_model("llama")
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Int8Tensor), requires_grad=False)
+    return model
+
+
 def _as_gpt_oss() -> Any:
     model = make_model("llama")
     model.config.model_type = "gpt_oss"
@@ -125,10 +138,16 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[SpecgraphError], str]] = {
                         "groups of mxfp4 have 32 inputs, not 16; all layers have groups of 32"),
     "inputs of mxfp4": (None, {"scheme": "mxfp4", "group_size": None}, InputError,
                         "down_proj cannot be stored in mxfp4: its 48 inputs are no multiple of 32; add its name"),
+    "groups of channels": (None, {"scheme": "int8_channel"}, InputError,
+                           "int8_channel has a scale for each output, and no groups of 16; leave group_size out"),
+    "groups of nvfp4": (None, {"scheme": "nvfp4", "group_size": 32}, InputError,
+                        "groups of nvfp4 have 16 inputs, not 32; all layers have groups of 16"),
     "groups of fp8": (None, {"scheme": "fp8"}, InputError,
                       "fp8 has blocks of 128 x 128, and no groups of 16; leave group_size out"),
     "derived, fp8": (lambda: _with("model.layers.1.mlp.up_proj", Scaled(32, 48)), {"scheme": "fp8", "group_size": None},
                      UnsupportedModelError, "model.layers.1.mlp.up_proj is a Scaled"),
+    "a tensor of torchao": (lambda: _of_another_tool(), {}, UnsupportedModelError,
+                            "is quantised already: model.layers.1.mlp.up_proj.weight is Int8Tensor; give .* before"),
     "no experts": (lambda: _as_gpt_oss(), {"scheme": "mxfp4", "group_size": None}, UnsupportedModelError,
                    "has no linear layer but those of ignore"),
     "derived": (lambda: _with("model.layers.1.mlp.up_proj", Scaled(32, 48)), {}, UnsupportedModelError,
@@ -181,7 +200,8 @@ FP8: dict[str, Any] = FineGrained(FP8_BLOCKS).stated()
         (_group(format="float-quantized"), "group_0.format .* 'float-quantized'"),
         (_group(input_activations={"num_bits": 8}), "group_0.input_activations"),
         (_group(output_activations={"num_bits": 8}), "group_0.output_activations"),
-        (_weights(num_bits=8), "group_0.weights.num_bits of quantization_config is 8; allowed is 4"),
+        (_weights(num_bits=3), "group_0.weights.num_bits of quantization_config is 3; allowed is 4"),
+        (_weights(num_bits=8), "weights.strategy of .* is 'group'; allowed is 'channel', 'tensor'"),
         (_weights(type="float"), "group_0.weights.type .* 'float'; allowed is 'int'"),
         (_weights(symmetric=None), "group_0.weights.symmetric .* None; allowed is True"),
         (_weights(strategy="tensor"), "group_0.weights.strategy .* 'tensor'; allowed is 'group'"),
@@ -254,6 +274,27 @@ def test_fp8_leaves_what_transformers_leaves(ignore: tuple[str, ...]) -> None:
 def test_fp8_leaves_experts_that_are_named() -> None:
     model = specgraph.quantise(make_model("qwen3_moe"), "fp8", ignore=("lm_head", "model.layers.0.mlp"))
     assert [*packed_experts(model)] == ["model.layers.1.mlp.experts"]
+
+
+OTHERS = [scheme for scheme in EVERY if scheme not in SCHEMES]
+
+
+@pytest.mark.parametrize("scheme", OTHERS)
+def test_every_name_is_a_layout_that_compressed_tensors_reads(scheme: str, tmp_path: Path) -> None:
+    """Bit for bit, in the dtype in which the package makes weights. NVFP4's is bfloat16."""
+    options = {"group_size": 16} if scheme == "int4_zeros" else {}
+    model = specgraph.quantise(make_model("llama", seed=3, dtype=torch.float32), scheme, **options)
+    told = CompressedTensorsConfig(dequantize=True)
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        saved(model, tmp_path), dtype=torch.float32, quantization_config=told, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    found = packed_layers(specgraph.load(tmp_path))
+    assert len(found) == 14
+    for name, layer in found.items():
+        assert layer.format == scheme
+        weight, made = layer.dequantised(torch.float32), theirs.get_submodule(name).weight
+        assert torch.equal(made, weight.bfloat16().float() if scheme == "nvfp4" else weight), name
 
 
 def test_a_model_that_is_cast_keeps_its_numbers() -> None:

@@ -38,11 +38,12 @@ VALUES = {
     "int4_arranged": [code - 8.0 for code in range(16)],
     "mxfp4": [floating(code, 2, 1) for code in range(16)],
     "mxfp4_arranged": [floating(code, 2, 1) for code in range(16)],
+    "nvfp4": [floating(code, 2, 1) for code in range(16)],
     "fp8_blocks": [floating(code, 4, 3) for code in range(256)],  # 127 and 255 are no numbers
     "fp8_blocks_arranged": [floating(code, 4, 3) for code in range(256)],
 }
 """What each code means."""
-BITS = {name: 8 if name.startswith("fp8") else 4 for name in SHAPES}
+BITS = {name: 8 if name.startswith("fp8") else 4 for name in VALUES}
 
 
 def place(name: str, i: int, per_element: int) -> tuple[int, int]:
@@ -69,15 +70,18 @@ def code_of(name: str, word: int, number: int) -> int:
 
 def matrix(name: str, weight: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
     """The weight ``[O, I]`` or ``[E, O, I]``, by a loop over its entries."""
-    numbers, scale = (part.detach().cpu() for part in weight)
+    numbers, scale, *of_output = (part.detach().cpu() for part in weight)
     if numbers.dim() == 3:
-        return torch.stack([matrix(name, parts, dtype) for parts in zip(numbers, scale, strict=True)])
+        return torch.stack([matrix(name, parts, dtype) for parts in zip(*weight, strict=True)])
+    name = name.removesuffix("_rows")
     kind = torch.int32 if name.startswith("int4") or name == "mxfp4_arranged" else torch.uint8
     words = numbers.view(kind).tolist()
     per_word = 8 * kind.itemsize // BITS[name]
     inputs, values = len(words[0]) * per_word, VALUES[name]
     if name == "mxfp4_arranged":  # four exponents in an element
         scale = torch.stack([scale >> 8 * place & 255 for place in range(4)], -1).flatten(-2)[:, : inputs // 32]
+    if name == "nvfp4":
+        scale = scale.float() / of_output[0].float()
     scales = [[2.0 ** (x - 127) if name.startswith("mxfp4") else x for x in row] for row in scale.tolist()]
     outer, inner = (128, 128) if name.startswith("fp8") else (1, inputs // len(scales[0]))
     places = [place(name, i, per_word) for i in range(inputs)]
