@@ -129,15 +129,6 @@ def packed_tiles(rows: int, experts: int, itemsize: int) -> Tiles:
     return Tiles(64, 16, 128, 4, 4 if itemsize == 2 else 2)
 
 
-def expert_slices(inner: int) -> tuple[int, int]:
-    """How many slices the sums of arranged weights have, and how many blocks of 128 inputs a slice has.
-
-    They are functions of the weight alone, since they decide the bits. Blocks are as many as fours have.
-    """
-    slices = 2 if inner >= 1024 else 1
-    return slices, 4 * triton.cdiv(inner, 128 * 4 * slices)
-
-
 _GROUP_BLOCK = 512
 
 
@@ -167,7 +158,7 @@ def _expert_linear_kernel(
     PDL: tl.constexpr, weight_scale_ptr=None, weight_scale_stride=None, x_scale_ptr=None, x_scale_stride=None,
     FORMAT: tl.constexpr = None, GROUP: tl.constexpr = 0, DOT_K: tl.constexpr = 0, SCALE_ROWS: tl.constexpr = 1,
     ALIGNED_WORDS: tl.constexpr = False, ARRANGED: tl.constexpr = False, scale_stride_e=None,
-    GATE: tl.constexpr = None, PAIRS: tl.constexpr = False, SLICES: tl.constexpr = 1, BLOCKS: tl.constexpr = 0,
+    GATE: tl.constexpr = None, PAIRS: tl.constexpr = False,
 ):
     """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
 
@@ -180,7 +171,6 @@ def _expert_linear_kernel(
     o = tl.program_id(0) * BLOCK_O + line
     HALF: tl.constexpr = BLOCK_O // 2
     GATES: tl.constexpr = OUTER // 2
-    EVEN_K: tl.constexpr = INNER == SLICES * BLOCKS * BLOCK_K
     if GATE is not None and not PAIRS:
         # Lines past the last gate, or past the last input, repeat it. Their results are not stored.
         o = tl.minimum(tl.program_id(0) * HALF + line % HALF, GATES - 1) + line // HALF * GATES
@@ -202,13 +192,9 @@ def _expert_linear_kernel(
             x_scale_rows = x_scale_ptr + row * x_scale_stride if x_scale_ptr is not None else None
             total = multiply_packed(
                 word_rows, scale_rows, x + row * INNER, x_scale_rows, real, 0, INNER, BLOCK_O, BLOCK_N, BLOCK_K,
-                BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS, ARRANGED,
+                (INNER + BLOCK_K - 1) // BLOCK_K, INNER % BLOCK_K == 0, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
+                ARRANGED,
             )
-            for k_slice in tl.static_range(1, SLICES):
-                total += multiply_packed(
-                    word_rows, scale_rows, x + row * INNER, x_scale_rows, real, k_slice, INNER, BLOCK_O, BLOCK_N,
-                    BLOCK_K, BLOCKS, EVEN_K, FORMAT, GROUP, DOT_K, ALIGNED_WORDS, ARRANGED,
-                )
         else:
             # ---- total = weight x^T, BLOCK_K inputs at a time: [BLOCK_O, BLOCK_K] x [BLOCK_K, BLOCK_N]
             total = tl.zeros((BLOCK_O, BLOCK_N), EXACT)
@@ -268,12 +254,7 @@ def launch_experts(
     bias, expert_ids = given.bias, given.expert_ids
     order, counts = expert_ids.new_empty((experts, rows), dtype=torch.int32), expert_ids.new_empty(experts)
     launch(_group_kernel, (experts,), order, counts, expert_ids.contiguous(), rows, BLOCK=_GROUP_BLOCK, num_warps=4)
-    packed = {}
-    if scales is not None:
-        slices, blocks = expert_slices(inner) if scales.arranged else (1, triton.cdiv(inner, tiling.block_k))
-        packed = {
-            **scales.arguments(weight), "scale_stride_e": scales.weight.stride(0), "SLICES": slices, "BLOCKS": blocks,
-        }  # fmt: skip
+    packed = {} if scales is None else {**scales.arguments(weight), "scale_stride_e": scales.weight.stride(0)}
     launch(
         _expert_linear_kernel, (triton.cdiv(outer, tiling.block_o), experts), out, x.contiguous(), weight,
         None if bias is None else bias.contiguous(), order, counts, rows, *weight.stride(), INNER=inner, OUTER=outer,

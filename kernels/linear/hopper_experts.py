@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgraph.kernels import launch as launches
-from specgraph.kernels.linear.experts import Behind, expert_slices
+from specgraph.kernels.linear.experts import Behind
 from specgraph.kernels.linear.hopper import BLOCK_K, Ring, descriptor, takes_words
 from specgraph.kernels.linear.hopper_kernel import OUT, TILE_O
 from specgraph.kernels.linear.hopper_packed import load_scales, multiply_packed
@@ -90,25 +90,21 @@ def _rounded(y, bias_ptr, expert, first, end, out_features, KIND: gl.constexpr):
 @gluon.jit
 def experts_hopper_kernel(
     weight, x, out_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, scale_stride, scale_stride_e, out_features,
-    in_features, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, SLICES: gl.constexpr,
-    STAGES: gl.constexpr, PARTS: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, FORMAT: gl.constexpr,
-    GATE: gl.constexpr, PAIRS: gl.constexpr, PDL: gl.constexpr,
+    in_features, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, FORMAT: gl.constexpr, GATE: gl.constexpr, PAIRS: gl.constexpr, PDL: gl.constexpr,
 ):
     """A tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
 
-    ``weight``, the matrices of all experts one below the other, and ``x``, whose rows are sorted, are descriptors. Each
-    of ``SLICES`` of the summed dimension has a group of warps, or one group takes all of them. ``GATE`` is a function
-    of two outputs, which are neighbours if ``PAIRS``, or else in two tiles.
+    ``weight``, the matrices of all experts one below the other, and ``x``, whose rows are sorted, are descriptors.
+    ``GATE`` is a function of two outputs, which are neighbours if ``PAIRS``, or else in two tiles.
     """
     BLOCK_W: gl.constexpr = BLOCK_K // per_word(FORMAT)
     TILES: gl.constexpr = 1 if GATE is None or PAIRS else 2
     WEIGHT_BITS: gl.constexpr = TILES * _TILE_O * BLOCK_W * weight.dtype.primitive_bitwidth
     BYTES: gl.constexpr = PARTS * (WEIGHT_BITS + BLOCK_N * BLOCK_K * x.dtype.primitive_bitwidth) // 8
-    OWN_SLICES: gl.constexpr = SLICES // WARP_GROUPS
-    PLACES: gl.constexpr = WARP_GROUPS * STAGES * PARTS
-    ring = gl.allocate_shared_memory(weight.dtype, [PLACES * TILES, _TILE_O, BLOCK_W], weight.layout)
-    x_ring = gl.allocate_shared_memory(x.dtype, [PLACES, BLOCK_N, BLOCK_K], x.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS * STAGES, 1], mbarrier.MBarrierLayout())
+    ring = gl.allocate_shared_memory(weight.dtype, [STAGES * PARTS * TILES, _TILE_O, BLOCK_W], weight.layout)
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * PARTS, BLOCK_N, BLOCK_K], x.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -121,20 +117,19 @@ def experts_hopper_kernel(
     for first_n in range(begin, end, BLOCK_N):
         weight_row = expert * out_features + row
         fill_weight(
-            weight, ring, barriers, weight_row, lines, 0, 1, OWN_SLICES * BLOCKS, BLOCK_W, PARTS, STAGES, WARP_GROUPS,
-            TILES, BYTES, False,
+            weight, ring, barriers, weight_row, lines, 0, 1, BLOCKS, BLOCK_W, PARTS, STAGES, 1, TILES, BYTES, False,
         )
         scales = load_scales(
-            scale_ptr + expert.to(gl.int64) * scale_stride_e, scale_stride, row, lines, 0, in_features,
-            OWN_SLICES * BLOCKS, WARP_GROUPS, TILES, 1,
+            scale_ptr + expert.to(gl.int64) * scale_stride_e, scale_stride, row, lines, 0, in_features, BLOCKS, 1,
+            TILES, 1,
         )  # fmt: skip
-        fill_x(x, x_ring, barriers, first_n, 0, OWN_SLICES * BLOCKS, BLOCK_K, PARTS, STAGES, WARP_GROUPS, False)
+        fill_x(x, x_ring, barriers, first_n, 0, BLOCKS, BLOCK_K, PARTS, STAGES, 1, False)
         # ---- the products of one or two tiles of the weight and rows: [64, BLOCK_N] each
         y, second = multiply_packed(
             weight, x, ring, x_ring, scales, None, barriers, weight_row, lines, first_n, 0, BLOCK_N, BLOCK_K, BLOCK_W,
-            BLOCKS, OWN_SLICES, PARTS, STAGES, WARP_GROUPS, TILES, BYTES, FORMAT, REGISTERS,
+            BLOCKS, 1, PARTS, STAGES, 1, TILES, BYTES, FORMAT, 0,
         )  # fmt: skip
-        for stage in gl.static_range(WARP_GROUPS * STAGES):
+        for stage in gl.static_range(STAGES):
             mbarrier.invalidate(barriers.index(stage))
         y = _rounded(y, bias_ptr, expert, row, lines, out_features, KIND)
         first_o = row
@@ -154,15 +149,13 @@ def experts_hopper_kernel(
         gl.store(out_ptr + place[None, :] * results + o[:, None], y.to(KIND), mask=mask)
 
 
-def expert_ring(rows: int, experts: int, slices: int) -> Ring:
+def expert_ring(rows: int, experts: int) -> Ring:
     """The ring for so many rows, as timed on an H200 with the shapes of gpt-oss-20b.
 
     Few programs want fewer turns of their loops, many want to be together on a multiprocessor.
     """
     block_n = 8 if rows <= 4 * experts else 16
-    if 4 * rows <= experts and slices == 2:
-        return Ring(block_n, False, 2, 4, 2, 168)
-    return Ring(block_n, False, 4, 1)
+    return Ring(block_n, False, 2, 4) if 4 * rows <= experts else Ring(block_n, False, 4, 1, registers=96)
 
 
 def covers_experts(x: Tensor, words: Tensor, scales: Scales) -> bool:
@@ -181,16 +174,15 @@ def launch_experts(out: Tensor, x: Tensor, words: Tensor, given: Behind, scales:
         _sort_rows_kernel, (max(rows, experts + 1),), order, starts, sorted_x, ids.contiguous(), x.contiguous(), rows,
         experts, INNER=inner, BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
     )
-    slices, blocks = expert_slices(inner)
-    ring = expert_ring(rows, experts, slices)
+    ring = expert_ring(rows, experts)
+    blocks = ring.parts * triton.cdiv(inner, BLOCK_K * ring.parts)
     pdl = launches.supports_pdl(x.device)
     pairs = given.pairs and bool(given.gate)
     experts_hopper_kernel[(triton.cdiv(outer if pairs or not given.gate else outer // 2, TILE_O), experts)](
         descriptor(words.view(experts * outer, -1), TILE_O, BLOCK_K * words.shape[-1] // inner),
         descriptor(sorted_x, ring.block_n, BLOCK_K), out, None if bias is None else bias.contiguous(), order, starts,
         scales.weight, scales.weight.stride(-2), scales.weight.stride(0), outer, inner, BLOCK_N=ring.block_n,
-        BLOCK_K=BLOCK_K, BLOCKS=blocks, SLICES=slices, STAGES=ring.stages, PARTS=ring.parts,
-        WARP_GROUPS=ring.warp_groups, REGISTERS=ring.registers or 0, FORMAT=scales.format,
+        BLOCK_K=BLOCK_K, BLOCKS=blocks, STAGES=ring.stages, PARTS=ring.parts, FORMAT=scales.format,
         GATE=_gate(given.gate, out.dtype) if given.gate else None, PAIRS=pairs, PDL=pdl, num_warps=4,
         maxnreg=ring.registers, enable_fp_fusion=False, **launches.launch_options(pdl),
     )
