@@ -98,7 +98,8 @@ def gated(y: Tensor, gate: str, pairs: bool) -> Tensor:
     if not gate:
         return y
     halves = (y[:, ::2], y[:, 1::2]) if pairs else y.chunk(2, -1)
-    return evaluate(gate, halves)[0].contiguous()  # type: ignore[no-any-return]
+    (result,) = evaluate(gate, halves)
+    return result.contiguous()
 
 
 class Tiles(NamedTuple):
