@@ -174,8 +174,8 @@ def _expert_linear_kernel(
     HALF: tl.constexpr = BLOCK_O // 2
     GATES: tl.constexpr = OUTER // 2
     if GATE is not None and not PAIRS:
-        # Lines past the last gate are of inputs, and results of such lines are not stored. No limit is put to them, since
-        # loads of neighbours would not be known as such, and would not be requested ahead.
+        # Lines past the last gate are of inputs, and results of such lines are not stored. They get no limit, because
+        # with one the compiler would not see that lines are neighbours, and would not request their loads ahead.
         o = tl.program_id(0) * HALF + line % HALF + line // HALF * GATES
     k = tl.arange(0, BLOCK_K)
     column = tl.arange(0, BLOCK_N)
