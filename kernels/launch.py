@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -102,6 +102,22 @@ def contiguous(given: object, *names: str) -> list[Any]:
 def dense_rows(x: Tensor) -> Tensor:
     """``x``, or a copy of it whose last dimension lies together."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def merged_dimensions(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes and strides from the outermost dimension to the innermost; neighbours that are one run are one of them.
+
+    Dimensions of size 1 are left out.
+    """
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:

@@ -148,8 +148,8 @@ def _rotation(value: Any) -> _Rotation:
 
 def _rotation_of_halves(cat: fx.Node) -> _Rotation:
     """The rotation ``cat((a * cos - b * sin, b * cos + a * sin), -1)`` of the halves ``a`` and ``b`` of ``x``."""
-    first, second = cat.args[0]  # type: ignore[misc, union-attr]
-    sums = producer(first, aten.sub.Tensor), producer(second, aten.add.Tensor)
+    parts: Any = cat.args[0]
+    sums = producer(parts[0], aten.sub.Tensor), producer(parts[1], aten.add.Tensor)
     products = [producer(term, aten.mul.Tensor) for node in sums if node is not None for term in node.args[:2]]
     factors: list[Any] = [product.args for product in products if product is not None]
     if len(factors) == 4:

@@ -14,7 +14,8 @@ and not at all for experts without rows. A tile of a gated product has both outp
 ``pairs``, else half of its lines are of gates and half of inputs.
 
 Along the summed dimension every row is multiplied with the same blocks in the same order, however many columns stand
-beside it. So the bits of a row do not depend on the other rows, nor on its place in the list of its expert.
+beside it. So the bits of a row do not depend on the other rows, nor on its place in the list of its expert. Contraction
+is off, so that a gate has the bits of its functions one by one.
 
 The technique is known as a grouped matrix product.
 """
@@ -98,7 +99,8 @@ def gated(y: Tensor, gate: str, pairs: bool) -> Tensor:
     if not gate:
         return y
     halves = (y[:, ::2], y[:, 1::2]) if pairs else y.chunk(2, -1)
-    return evaluate(gate, halves)[0].contiguous()  # type: ignore[no-any-return]
+    (result,) = evaluate(gate, halves)
+    return result.contiguous()
 
 
 class Tiles(NamedTuple):
@@ -172,8 +174,9 @@ def _expert_linear_kernel(
     HALF: tl.constexpr = BLOCK_O // 2
     GATES: tl.constexpr = OUTER // 2
     if GATE is not None and not PAIRS:
-        # Lines past the last gate, or past the last input, repeat it. Their results are not stored.
-        o = tl.minimum(tl.program_id(0) * HALF + line % HALF, GATES - 1) + line // HALF * GATES
+        # Lines past the last gate are of inputs, and results of such lines are not stored. They get no limit, because
+        # with one the compiler would not see that lines are neighbours, and would not request their loads ahead.
+        o = tl.program_id(0) * HALF + line % HALF + line // HALF * GATES
     k = tl.arange(0, BLOCK_K)
     column = tl.arange(0, BLOCK_N)
     count = tl.load(counts + expert)

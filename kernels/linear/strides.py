@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from specgraph.kernels.launch import merged_dimensions
 
 ALIGNED = 16
 """Widths that are multiples of this are read in vectors. This many elements are at least 16 bytes in every dtype."""
@@ -74,22 +75,6 @@ def _two_strides(x: Tensor) -> tuple[int, int, int] | None:
         return 1, merged[0][1] if merged else 0, 0
     (_, outer), (group, inner) = merged
     return group, outer, inner
-
-
-def merged_dimensions(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Sizes and strides from the outermost dimension to the innermost; neighbours that are one run are one of them.
-
-    Dimensions of size 1 are left out.
-    """
-    merged: list[tuple[int, int]] = []
-    for size, stride in zip(sizes, strides, strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == size * stride:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
-    return merged
 
 
 def aligned(vector: Tensor | None) -> Tensor | None:

@@ -26,8 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels import gpus
-from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
-from specgraph.kernels.linear.strides import merged_dimensions
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch, merged_dimensions
 from specgraph.kernels.pointwise.program import FUNCTIONS, evaluate, like
 
 COMPUTED = {torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}

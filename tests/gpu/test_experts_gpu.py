@@ -69,6 +69,19 @@ def test_it_does_not_wait_and_runs_in_a_graph_on_new_ids(count: int, inner: int,
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize(("count", "inner", "outer", "transposed"), SHAPES[:3])
+@pytest.mark.parametrize("pairs", [False, True], ids=["halves", "pairs"])
+def test_a_gate_has_the_bits_of_its_program(count: int, inner: int, outer: int, transposed: bool, pairs: bool) -> None:
+    x, weight, bias, ids = arguments(count, inner, outer, transposed)
+    gate = "(clamp_max(clamp_min(x1, -7.0), 7.0) + 1) * (clamp_max(x0, 7.0) * sigmoid(clamp_max(x0, 7.0) * 1.702))"
+    plain = expert_linear(x, weight, bias, ids, transposed=transposed)
+    halves = [plain[:, ::2], plain[:, 1::2]] if pairs else list(plain.chunk(2, -1))
+    (expected,) = torch.ops.specgraph.pointwise(halves, gate)
+    for rows in (1, 8, ROWS):
+        out = expert_linear(x[:rows], weight, bias, ids[:rows], transposed=transposed, gate=gate, pairs=pairs)
+        assert torch.equal(out, expected[:rows]), rows
+
+
 def test_float64_and_float32_are_as_exact_as_they_are() -> None:
     x, weight, bias, ids = arguments(5, 130, 70, False)
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
