@@ -42,12 +42,12 @@ from specgraph.kernels.pointwise.program import evaluate, result_dtypes
 
 @dataclass(slots=True)
 class ExpertLinear:
-    """``y[s] = weight[expert_ids[s]] @ x[s] + bias[expert_ids[s]]``, ``[S, O]`` in the dtype of ``x``.
+    """``y[s] = weight[expert_ids[s]] @ x[s // top_k] + bias[expert_ids[s]]``, ``[S, O]`` in the dtype of ``x``.
 
     With a ``gate`` the result is that of the program, ``[S, O / 2]``.
 
     Attributes:
-        x: ``[S, I]``.
+        x: ``[S / top_k, I]``.
         weight: ``[E, O, I]``, or ``[E, I, O]`` if ``transposed``.
         bias: ``[E, O]`` or None.
         expert_ids: int64 ``[S]`` in ``[0, E)``.
@@ -55,6 +55,7 @@ class ExpertLinear:
         gate: a program (:mod:`specgraph.kernels.pointwise.program`) that combines the gates ``x0`` and the inputs
             ``x1``, the halves of ``y`` after its rounding, into values of the dtype of ``x``; or nothing.
         pairs: whether a gate and its input are neighbours in ``y``, and not the first ones of its halves.
+        top_k: how many neighbouring ids belong to a row of ``x``.
     """
 
     x: Tensor
@@ -65,6 +66,7 @@ class ExpertLinear:
     transposed: bool = False
     gate: str = ""
     pairs: bool = False
+    top_k: int = 1
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -81,11 +83,13 @@ class Behind(Protocol):
     expert_ids: Tensor
     gate: str
     pairs: bool
+    top_k: int
 
 
 def expert_linear_reference(given: ExpertLinear) -> Tensor:
     """:class:`ExpertLinear` in plain PyTorch."""
-    x, weight, bias, ids = given.x, given.weight, given.bias, given.expert_ids
+    weight, bias, ids = given.weight, given.bias, given.expert_ids
+    x = given.x.repeat_interleave(given.top_k, 0)
     out = x.new_empty(x.shape[0], given.sizes[2])
     for expert in sorted(set(ids.tolist())):
         rows = ids == expert
@@ -160,12 +164,12 @@ def _expert_linear_kernel(
     PDL: tl.constexpr, weight_scale_ptr=None, weight_scale_stride=None, x_scale_ptr=None, x_scale_stride=None,
     FORMAT: tl.constexpr = None, GROUP: tl.constexpr = 0, DOT_K: tl.constexpr = 0, SCALE_ROWS: tl.constexpr = 1,
     ALIGNED_WORDS: tl.constexpr = False, ARRANGED: tl.constexpr = False, scale_stride_e=None,
-    GATE: tl.constexpr = None, PAIRS: tl.constexpr = False,
+    GATE: tl.constexpr = None, PAIRS: tl.constexpr = False, TOP_K: tl.constexpr = 1,
 ):
     """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
 
     Weights in a ``FORMAT`` are read as words, and have scales (:mod:`specgraph.kernels.linear.multiply_packed`).
-    ``GATE`` is a function of two outputs, which are neighbours if ``PAIRS``.
+    ``GATE`` is a function of two outputs, which are neighbours if ``PAIRS``. A row of x has ``TOP_K`` results.
     """
     gdc_wait(PDL)
     expert = tl.program_id(1).to(tl.int64)
@@ -192,10 +196,10 @@ def _expert_linear_kernel(
                 weight, weight_scale_ptr, tl.minimum(o, OUTER - 1), stride_o, weight_scale_stride, expert * stride_e,
                 expert * scale_stride_e, SCALE_ROWS, ALIGNED_WORDS,
             )
-            x_scale_rows = x_scale_ptr + row * x_scale_stride if x_scale_ptr is not None else None
+            x_scale_rows = x_scale_ptr + row // TOP_K * x_scale_stride if x_scale_ptr is not None else None
             total = multiply_packed(
-                word_rows, scale_rows, x + row * INNER, x_scale_rows, real, 0, INNER, BLOCK_O, BLOCK_N, BLOCK_K,
-                (INNER + BLOCK_K - 1) // BLOCK_K, INNER % BLOCK_K == 0, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
+                word_rows, scale_rows, x + row // TOP_K * INNER, x_scale_rows, real, 0, INNER, BLOCK_O, BLOCK_N,
+                BLOCK_K, (INNER + BLOCK_K - 1) // BLOCK_K, INNER % BLOCK_K == 0, FORMAT, GROUP, DOT_K, ALIGNED_WORDS,
                 ARRANGED,
             )
         else:
@@ -209,7 +213,9 @@ def _expert_linear_kernel(
                     other=0.0,
                 )
                 columns = tl.load(
-                    x + row[None, :] * INNER + (start + k)[:, None], mask=real[None, :] & inside[:, None], other=0.0
+                    x + (row // TOP_K)[None, :] * INNER + (start + k)[:, None],
+                    mask=real[None, :] & inside[:, None],
+                    other=0.0,
                 )
                 total = tl.dot(matrix, columns, total, input_precision="ieee", out_dtype=EXACT)
         # ---- out = total + bias: [BLOCK_O, BLOCK_N]
@@ -238,8 +244,8 @@ def expert_linear_triton(given: ExpertLinear) -> Tensor:
     """:class:`ExpertLinear` in two kernels, which read ids on the device."""
     experts, inner, outer = given.sizes
     x, weight = given.x, given.weight.mT if given.transposed else given.weight
-    out = x.new_empty(x.shape[0], gated_outputs(outer, given.gate))
-    tiling = tiles(x.shape[0], experts, inner, x.element_size())
+    out = x.new_empty(len(given.expert_ids), gated_outputs(outer, given.gate))
+    tiling = tiles(out.shape[0], experts, inner, x.element_size())
     launch_experts(out, x, weight, given, tiling)
     return out
 
@@ -263,16 +269,23 @@ def launch_experts(
         None if bias is None else bias.contiguous(), order, counts, rows, *weight.stride(), INNER=inner, OUTER=outer,
         BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         EXACT=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=tiling.warps, num_stages=tiling.stages,
-        GATE=gate_function(given.gate, out.dtype) if given.gate else None, PAIRS=given.pairs, enable_fp_fusion=False,
-        **packed,
+        GATE=gate_function(given.gate, out.dtype) if given.gate else None, PAIRS=given.pairs, TOP_K=given.top_k,
+        enable_fp_fusion=False, **packed,
     )
 
 
 def _expert_linear_fake(given: ExpertLinear) -> Tensor:
     weight = "E I O" if given.transposed else "E O I"
-    check_shapes(given, weight=weight, x="S I", expert_ids="S", bias="E O")
+    check_shapes(given, weight=weight, x="N I", expert_ids="S", bias="E O")
+    check_rows(given)
     check_gate(given, given.sizes[2])
-    return given.x.new_empty(given.x.shape[0], gated_outputs(given.sizes[2], given.gate))
+    return given.x.new_empty(given.expert_ids.shape[0], gated_outputs(given.sizes[2], given.gate))
+
+
+def check_rows(given: Behind) -> None:
+    """Raise ``ValueError`` unless there are ``top_k`` ids for each row."""
+    rows, ids, top_k = given.x.shape[0], given.expert_ids.shape[0], given.top_k
+    require(rows * top_k == ids, lambda: f"{rows} rows with top_k = {top_k} need {rows * top_k} expert_ids, not {ids}")
 
 
 def check_gate(given: Behind, outputs: int) -> None:

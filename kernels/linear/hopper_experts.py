@@ -44,8 +44,8 @@ _IDS = 512
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sort_rows_kernel(
-    order, starts, sorted_x, expert_ids, x, num_rows, num_experts, INNER: tl.constexpr, BLOCK: tl.constexpr,
-    IDS: tl.constexpr, PDL: tl.constexpr,
+    order, starts, sorted_x, expert_ids, x, num_rows, num_experts, INNER: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Copy a row behind those of lower experts, and earlier ones of its own. The grid is (rows, or experts + 1).
 
@@ -72,7 +72,7 @@ def _sort_rows_kernel(
         for begin in range(0, INNER, BLOCK):
             # ---- entries of the row: [BLOCK]
             k = begin + tl.arange(0, BLOCK)
-            values = tl.load(x + program.to(tl.int64) * INNER + k, mask=k < INNER)
+            values = tl.load(x + (program // TOP_K).to(tl.int64) * INNER + k, mask=k < INNER)
             tl.store(sorted_x + place.to(tl.int64) * INNER + k, values, mask=k < INNER)
 
 
@@ -155,24 +155,24 @@ def expert_ring(rows: int, experts: int) -> Ring:
     Few programs want fewer turns of their loops, many want to be together on a multiprocessor.
     """
     block_n = 8 if rows <= 4 * experts else 16
-    return Ring(block_n, False, 2, 4) if 4 * rows <= experts else Ring(block_n, False, 4, 1, registers=96)
+    return Ring(block_n, False, 2, 4) if 4 * rows <= experts else Ring(block_n, False, 4, 1)
 
 
-def covers_experts(x: Tensor, words: Tensor, scales: Scales) -> bool:
-    """Whether :func:`launch_experts` can compute a product, and larger tiles are not better."""
-    if x.shape[0] > MOST_ROWS_EACH * words.shape[0] or not takes_words(x, scales) or scales.outputs != 1:
+def covers_experts(x: Tensor, rows: int, words: Tensor, scales: Scales) -> bool:
+    """Whether :func:`launch_experts` can compute so many rows, and larger tiles are not better."""
+    if rows > MOST_ROWS_EACH * words.shape[0] or not takes_words(x, scales) or scales.outputs != 1:
         return False
     return words.is_contiguous() and words.shape[-1] % 4 == 0 and words.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0
 
 
 def launch_experts(out: Tensor, x: Tensor, words: Tensor, given: Behind, scales: Scales) -> None:
-    """Fill ``out`` from rows ``[S, I]`` and the words of a stack ``[E, O, I]``; ``given`` has the other arguments."""
-    (rows, inner), (experts, outer, _), ids, bias = x.shape, words.shape, given.expert_ids, given.bias
+    """Fill ``out`` from rows ``[S / top_k, I]`` and the words of a stack; ``given`` has the other arguments."""
+    rows, inner, (experts, outer, _), ids, bias = out.shape[0], x.shape[1], words.shape, given.expert_ids, given.bias
     order, starts = ids.new_empty(rows, dtype=torch.int32), ids.new_empty(experts + 1, dtype=torch.int32)
-    sorted_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sorted_x = x.new_empty(rows, inner)
     launches.launch(
         _sort_rows_kernel, (max(rows, experts + 1),), order, starts, sorted_x, ids.contiguous(), x.contiguous(), rows,
-        experts, INNER=inner, BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
+        experts, INNER=inner, TOP_K=given.top_k, BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
     )
     ring = expert_ring(rows, experts)
     blocks = ring.parts * triton.cdiv(inner, BLOCK_K * ring.parts)
@@ -184,7 +184,7 @@ def launch_experts(out: Tensor, x: Tensor, words: Tensor, given: Behind, scales:
         scales.weight, scales.weight.stride(-2), scales.weight.stride(0), outer, inner, BLOCK_N=ring.block_n,
         BLOCK_K=BLOCK_K, BLOCKS=blocks, STAGES=ring.stages, PARTS=ring.parts, FORMAT=scales.format,
         GATE=_gate(given.gate, out.dtype) if given.gate else None, PAIRS=pairs, PDL=pdl, num_warps=4,
-        maxnreg=ring.registers, enable_fp_fusion=False, **launches.launch_options(pdl),
+        enable_fp_fusion=False, **launches.launch_options(pdl),
     )
 
 

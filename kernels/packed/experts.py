@@ -19,6 +19,7 @@ from specgraph.kernels.linear.experts import (
     ExpertLinear,
     Tiles,
     check_gate,
+    check_rows,
     expert_linear_triton,
     gated,
     gated_outputs,
@@ -34,17 +35,17 @@ from specgraph.kernels.packed.operands import packed_operands, packed_words
 
 @dataclass(slots=True)
 class PackedExpertLinear:
-    """``y[s] = weight[expert_ids[s]] @ x[s] + bias[expert_ids[s]]``, ``[S, O]`` in the dtype of ``x``.
+    """``y[s] = weight[expert_ids[s]] @ x[s // top_k] + bias[expert_ids[s]]``, ``[S, O]`` in the dtype of ``x``.
 
     Products and sums are float32, or float64 for float64, and rounded once.
 
     Attributes:
-        x: ``[S, I]``.
+        x: ``[S / top_k, I]``.
         weight: the tensors of a stack ``[E, O, I]`` in a format, numbers first.
         bias: ``[E, O]`` or None.
         expert_ids: int64 ``[S]`` in ``[0, E)``.
         format: a name in :data:`~specgraph.kernels.packed.formats.FORMATS`.
-        gate, pairs: as of :class:`~specgraph.kernels.linear.experts.ExpertLinear`.
+        gate, pairs, top_k: as of :class:`~specgraph.kernels.linear.experts.ExpertLinear`.
     """
 
     x: Tensor
@@ -55,14 +56,15 @@ class PackedExpertLinear:
     format: str
     gate: str = ""
     pairs: bool = False
+    top_k: int = 1
 
 
 def packed_expert_linear_reference(given: PackedExpertLinear) -> Tensor:
     """:class:`PackedExpertLinear` in plain PyTorch."""
     form, x, ids = format_of(given.format), given.x, given.expert_ids
     exact = torch.promote_types(x.dtype, torch.float32)
-    rows = form.quantise_rows(x).to(exact)
-    out = x.new_empty(x.shape[0], given.weight[0].shape[1])
+    rows = form.quantise_rows(x).to(exact).repeat_interleave(given.top_k, 0)
+    out = x.new_empty(len(ids), given.weight[0].shape[1])
     for expert in sorted(set(ids.tolist())):
         chosen = ids == expert
         weight = form.dequantise([part[expert] for part in given.weight], exact)
@@ -82,11 +84,11 @@ def packed_expert_linear_triton(given: PackedExpertLinear, *, tiling: Tiles | No
     if operands is None:
         rows, dense = form.quantise_rows(x).float(), form.dequantise(weight, torch.float32)
         bias = None if given.bias is None else given.bias.float()
-        product = expert_linear_triton(ExpertLinear(rows, dense, bias, given.expert_ids)).to(x.dtype)
+        product = expert_linear_triton(ExpertLinear(rows, dense, bias, given.expert_ids, top_k=given.top_k)).to(x.dtype)
         return gated(product, given.gate, given.pairs)
-    out = x.new_empty(x.shape[0], gated_outputs(weight[0].shape[1], given.gate))
+    out = x.new_empty(len(given.expert_ids), gated_outputs(weight[0].shape[1], given.gate))
     factors, words, scales = operands
-    tiling = tiling or packed_tiles(x.shape[0], words.shape[0], factors.element_size())
+    tiling = tiling or packed_tiles(out.shape[0], words.shape[0], factors.element_size())
     launch_experts(out, factors, words, given, tiling, scales)
     return out
 
@@ -96,7 +98,7 @@ def packed_expert_linear_hopper(given: PackedExpertLinear) -> Tensor:
     x, weight = given.x, given.weight
     operands = packed_words(format_of(given.format), x.shape[1], x.dtype, weight)
     assert operands is not None, "_hopper_covers has seen them"
-    out = x.new_empty(x.shape[0], gated_outputs(weight[0].shape[1], given.gate))
+    out = x.new_empty(len(given.expert_ids), gated_outputs(weight[0].shape[1], given.gate))
     _hopper().launch_experts(out, x, operands[0], given, operands[1])
     return out
 
@@ -112,12 +114,13 @@ def _hopper_covers(given: PackedExpertLinear) -> bool:
     if not isinstance(form, Arranged) or form.quantises_rows or x.numel() == 0 or not runs_gluon(x.device):
         return False
     found = packed_words(form, x.shape[1], x.dtype, given.weight)
-    return found is not None and bool(_hopper().covers_experts(x, *found))
+    return found is not None and bool(_hopper().covers_experts(x, len(given.expert_ids), *found))
 
 
 def _packed_expert_linear_fake(given: PackedExpertLinear) -> Tensor:
     form, x = format_of(given.format), given.x
-    check_shapes(given, x="S I", expert_ids="S")
+    check_shapes(given, x="N I", expert_ids="S")
+    check_rows(given)
     outputs, inputs = form.check(given.weight)
     numbers, bias = given.weight[0], given.bias
     require(numbers.dim() == 3, lambda: f"numbers are {list(numbers.shape)}; they must be a stack of matrices")
@@ -126,7 +129,7 @@ def _packed_expert_linear_fake(given: PackedExpertLinear) -> Tensor:
         wanted = numbers.shape[0], outputs
         require(tuple(bias.shape) == wanted, lambda: f"bias is {list(bias.shape)}; it must be {list(wanted)}")
     check_gate(given, outputs)
-    return x.new_empty(x.shape[0], gated_outputs(outputs, given.gate))
+    return x.new_empty(given.expert_ids.shape[0], gated_outputs(outputs, given.gate))
 
 
 PACKED_EXPERT_LINEAR = declare(

@@ -26,20 +26,19 @@ def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_wei
     experts: Any = self
     rows, top_k = top_k_index.shape
     ids = top_k_index.reshape(-1)
-    inner = hidden.repeat_interleave(top_k, dim=0)
     has_bias, transposed = getattr(experts, "has_bias", False), getattr(experts, "is_transposed", False)
     gated = getattr(experts, "has_gate", True)
 
     packed = stacks_of(self)
 
-    def linear(x: Tensor, name: str) -> Tensor:
+    def linear(x: Tensor, name: str, top_k: int = 1) -> Tensor:
         bias = getattr(experts, f"{name}_bias") if has_bias else None
         if name not in packed:
-            return DENSE.experts(x, getattr(experts, name), bias, ids, transposed=transposed)
+            return DENSE.experts(x, getattr(experts, name), bias, ids, transposed=transposed, top_k=top_k)
         scheme, weight = packed[name]
-        return scheme.experts(x, *scheme.operands(weight), bias, ids, **scheme.options)
+        return scheme.experts(x, *scheme.operands(weight), bias, ids, top_k=top_k, **scheme.options)
 
-    inner = linear(inner, "gate_up_proj" if gated else "up_proj")
+    inner = linear(hidden, "gate_up_proj" if gated else "up_proj", top_k)
     inner = experts._apply_gate(inner) if gated else experts.act_fn(inner)
     inner = linear(inner, "down_proj")
     if getattr(experts, "has_post_expert_norm", False):

@@ -29,8 +29,8 @@ class Scheme:
             the rows behind their norm.
         few_rows: a form of ``traced`` for the few rows of a decode step on a CPU; or None.
         experts: the op whose argument ``expert_ids`` says for each row which matrix of a stack it meets,
-            ``(x, *weight, bias, expert_ids, *, gate, pairs)`` as ``specgraph::expert_linear`` has it, the keywords only
-            if it takes in the function behind it; or None.
+            ``(x, *weight, bias, expert_ids, *, top_k, gate, pairs)`` as ``specgraph::expert_linear`` has it, the last
+            two only if it takes in the function behind it; or None.
         options: arguments that every call of an op has, by which schemes with the same ops are told apart.
     """
 

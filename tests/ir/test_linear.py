@@ -120,16 +120,16 @@ class Int8ExpertLinear:
     bias: Tensor | None
     expert_ids: Tensor
     _: KW_ONLY
-    transposed: bool = False
+    top_k: int = 1
 
 
 def _int8_experts_reference(given: Int8ExpertLinear) -> Tensor:
     weight = given.packed.to(given.x.dtype) * given.scale.to(given.x.dtype)[..., None]
-    return EXPERT_LINEAR.form("reference")(given.x, weight, given.bias, given.expert_ids)
+    return EXPERT_LINEAR.form("reference")(given.x, weight, given.bias, given.expert_ids, top_k=given.top_k)
 
 
 def _int8_experts_fake(given: Int8ExpertLinear) -> Tensor:
-    return given.x.new_empty(given.x.shape[0], given.packed.shape[1])
+    return given.x.new_empty(given.expert_ids.shape[0], given.packed.shape[1])
 
 
 declare(

@@ -145,6 +145,14 @@ def test_a_gate_has_the_bits_of_its_program_behind_the_product(
         assert torch.equal(run(index, gate=program, pairs=pairs), together[index])
 
 
+@every_form
+def test_a_row_meets_all_of_its_experts(form: str):
+    x, weight, bias, _ = arguments(False, True, torch.float32)
+    ids = torch.arange(2 * ROWS, device=DEVICE) * 3 % EXPERTS
+    found = FORMS[form](x, weight, bias, ids, top_k=2)
+    assert torch.equal(found, FORMS[form](x.repeat_interleave(2, 0), weight, bias, ids))
+
+
 def test_rows_and_weights_are_read_where_they_lie():
     x, weight, bias, ids = arguments(False, True, torch.float32)
     expected = FORMS["triton"](x, weight, bias, ids)
@@ -205,8 +213,8 @@ def test_gates_that_do_not_fit_are_refused(outer: int, gate: str, message: str):
 @pytest.mark.parametrize(
     ("index", "shape", "message"),
     [
-        (0, (ROWS, 6), r"x must be \[S, I\] = \[.*5\], not \[.*6\]"),
-        (3, (ROWS + 1,), r"expert_ids must be \[S\] = "),
+        (0, (ROWS, 6), r"x must be \[N, I\] = \[.*5\], not \[.*6\]"),
+        (3, (ROWS + 1,), r"rows with top_k = 1 need .* expert_ids, not "),
         (2, (EXPERTS, OUTER + 1), r"bias must be \[E, O\]"),
         (2, (OUTER,), r"bias must be \[E, O\]"),
     ],
