@@ -73,7 +73,7 @@ def _sort_rows_kernel(
             # ---- entries of the row: [BLOCK]
             k = begin + tl.arange(0, BLOCK)
             values = tl.load(x + (program // TOP_K).to(tl.int64) * INNER + k, mask=k < INNER)
-            tl.store(sorted_x + place.to(tl.int64) * INNER + k, values, mask=k < INNER)
+            tl.store(sorted_x + tl.cast(place, tl.int64) * INNER + k, values, mask=k < INNER)
 
 
 @gluon.jit
