@@ -66,7 +66,7 @@ _CLAMPS = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 MAX_INPUTS = 24
-"""The most inputs of one op, so that a kernel does not run out of registers. Ten experts have 20 outputs and weights."""
+"""The most inputs of one op, so that a kernel keeps its registers. Ten experts have 20 outputs and weights."""
 
 
 class FusePointwise(LoweringPass, invalidates={"traced"}):
