@@ -5,6 +5,9 @@ layers. PyTorch launches a kernel for every function. Here a function takes in t
 else reads, as far as their shapes broadcast to its own, and the copies that only reshape. Two such chains of one shape
 share a kernel if nothing reads the first before the second is known.
 
+Views that stand between functions are moved in front of them. So the sum over the experts of a token is one kernel with
+the products by their weights and with the residual.
+
 A chain that combines the outputs of a product of experts, such as ``silu(gate) * up`` or the clamped one of gpt_oss,
 becomes the ``gate`` of that product, which has both at hand.
 
@@ -28,7 +31,7 @@ from specgraph.ir.graphs import arguments
 from specgraph.ir.linear import describe
 from specgraph.ir.program import Program
 from specgraph.kernels.pointwise.program import DTYPES
-from specgraph.passes.base import LoweringPass, PassResult
+from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.common.patterns import (
     CASTS,
     aten,
@@ -44,6 +47,7 @@ from specgraph.passes.common.patterns import (
     same_sizes,
     value_of,
 )
+from specgraph.passes.common.views import move_views
 
 POINTWISE = torch.ops.specgraph.pointwise.default
 FORMS: dict[Any, str] = {
@@ -61,8 +65,8 @@ _CLAMPS = {
 """The same of ``clamp``, by which of its limits are given."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-MAX_INPUTS = 12
-"""The most inputs of one op, so that a kernel does not run out of registers."""
+MAX_INPUTS = 24
+"""The most inputs of one op, so that a kernel keeps its registers. Ten experts have 20 outputs and weights."""
 
 
 class FusePointwise(LoweringPass, invalidates={"traced"}):
@@ -71,7 +75,10 @@ class FusePointwise(LoweringPass, invalidates={"traced"}):
     def apply(self, program: Program) -> PassResult:
         """Replace every function of elements in the modules; chains that can be computed together share an op."""
         ops = functions = gates = 0
-        for _, module in program.modules.where(lambda graph: any(map(_is_function, graph.nodes))):
+        misses = list[NearMiss]()
+        for name, module in program.modules.where(lambda graph: any(map(_is_function, graph.nodes))):
+            stay = dict(move_views(module.graph, _is_function))
+            misses += [NearMiss(f"{name}.{n.name}", reason) for n, reason in stay.items() if not n._erased]
             chains = list(_chains(module.graph))
             functions += sum(len(chain.nodes) for chain in chains)
             joined = [(chain, halves) for chain in chains if (halves := _halves(chain)) is not None]
@@ -86,7 +93,7 @@ class FusePointwise(LoweringPass, invalidates={"traced"}):
             module.recompile()
         made = [f"{count} x {what}" for count, what in ((ops, "pointwise"), (gates, "gate of experts")) if count]
         notes = (f"{functions} functions of elements are {' and '.join(made)}",) if made else ()
-        return PassResult(ops + gates, notes=notes)
+        return PassResult(ops + gates, near_misses=tuple(misses), notes=notes)
 
 
 @dataclass

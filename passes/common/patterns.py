@@ -174,6 +174,14 @@ def insert(before: fx.Node, op: Any, args: Sequence[Any], options: Any = None, n
         return before.graph.create_node("call_function", op, tuple(args), options, name=name)
 
 
+def insert_valued(before: fx.Node, op: Any, *args: Any) -> fx.Node:
+    """A call of ``op`` in front of the node ``before``, with the ``val`` that follows from those of its arguments."""
+    node = insert(before, op, args)
+    with torch.no_grad():
+        node.meta["val"] = op(*fx.map_arg(args, lambda n: n.meta["val"]))
+    return node
+
+
 def insert_weight(before: fx.Node, read: fx.Node) -> fx.Node:
     """A node in front of ``before`` that reads the same weight as the node ``read``, which may come later."""
     with before.graph.inserting_before(before):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from specgraph.ir.graphs import arguments
-from specgraph.passes.common.patterns import aten, is_float, replace
+from specgraph.passes.common.patterns import aten, insert_valued, is_float, replace
 
 Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
 """Inserts the replacement of a node before it and returns it; None if there is no replacement for this node."""
@@ -60,12 +60,12 @@ def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return None
     dtype = x.meta["val"].dtype
     wide = dtype if dtype.itemsize > 2 else torch.float32  # rounded once, as the sum is
-    x = x if wide == dtype else graph.call_function(aten.to.dtype, (x, wide))
-    total, *others = (graph.call_function(aten.select.int, (x, dims[0], i)) for i in range(terms))
+    x = x if wide == dtype else insert_valued(node, aten.to.dtype, x, wide)
+    total, *others = (insert_valued(node, aten.select.int, x, dims[0], i) for i in range(terms))
     for term in others:
-        total = graph.call_function(aten.add.Tensor, (total, term))
-    total = total if wide == dtype else graph.call_function(aten.to.dtype, (total, dtype))
-    return graph.call_function(aten.unsqueeze.default, (total, dims[0])) if given["keepdim"] else total
+        total = insert_valued(node, aten.add.Tensor, total, term)
+    total = total if wide == dtype else insert_valued(node, aten.to.dtype, total, dtype)
+    return insert_valued(node, aten.unsqueeze.default, total, dims[0]) if given["keepdim"] else total
 
 
 def _outer(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import calls
-from specgraph.passes.fuse_pointwise import FusePointwise
+from specgraph.passes.fuse_pointwise import POINTWISE, FusePointwise
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_recurrent_state import InsertRecurrentState
+from specgraph.passes.lower_kernels import LowerKernels
+from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import first, last
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts
@@ -97,6 +99,51 @@ def test_copies_that_only_reshape_are_left_out(what: str) -> None:
     assert any(len(shape) == 3 for shape in inputs) == bool(left_out)
 
 
+def weighted(x: Tensor) -> Tensor:
+    """A number per row times that row, as of tokens ``[R]`` times four experts: ``[4 R, 6]``."""
+    rows = x.bfloat16().view(-1, 6)
+    return rows * rows[:, :1].relu()
+
+
+def split(x: Tensor, y: Tensor) -> Tensor:
+    return y.view(x.shape[0], 4, -1)
+
+
+def terms(form: str, count: int = 4, first: int = 0, each: int = 1) -> str:
+    return " + ".join(form.format(*range(first + i * each, first + (i + 1) * each)) for i in range(count))
+
+
+SUMS = {
+    "of experts": (lambda m, x: split(x, weighted(x)).sum(1),
+                   ["bfloat16(x0)", f"bfloat16({terms('float32(x{} * relu(x{}))', each=2)})"], None),
+    "behind a split": (lambda m, x: split(x, x.view(-1, 6).exp() * m.scale).sum(1).view(x.shape[0], 1, 6).neg(),
+                       ["-(exp(x0) * x1 + exp(x2) * x1 + exp(x3) * x1 + exp(x4) * x1)"], None),
+    "of terms that broadcast": (lambda m, x: (x * x[:, :1].exp() - m.scale).sum(1),
+                                ["exp(x0)", "x0 * x1 - x2 + (x3 * x4 - x2) + (x5 * x6 - x2) + (x7 * x8 - x2)"],
+                                "several views may read the same elements"),
+    "kept as a dimension": (lambda m, x: x / (x.exp().sum(1, keepdim=True) + 1),
+                            [f"x0 / ({terms('exp(x{})', first=1)} + 1)"], None),
+    "of what others read": (lambda m, x: (y := x.exp()).sum(1) + y.flip(1).select(1, 0),
+                            ["exp(x0)", terms("x{}", 5)], "flip reads it beside the views that additions read"),
+    "of equal terms": (lambda m, x: (y := x.exp()).select(1, 0) - y.select(-2, 0).neg(), ["exp(x0)", "x0 - -x1"],
+                       "several views may read the same elements"),
+    "of terms of two dimensions": (lambda m, x: (y := x.exp()).select(1, 0)[:, :4] - y.select(2, 1),
+                                   ["exp(x0)", "x0 - x1"], "select reads it beside the views"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SUMS)
+def test_a_sum_that_is_written_out_is_one_chain_with_its_terms(what: str) -> None:
+    function, programs, reason = SUMS[what]
+    stages, reports = run_passes(toy(Written(function).eval(), X), [LowerKernels(), FusePointwise()])
+    module, plain = (stages[name].modules["toy"] for name in ("fuse_pointwise", "lower_kernels"))
+    assert torch.equal(module(X), plain(X))
+    found = [n.args[1] for n in module.graph.nodes if str(n.target) == "specgraph.pointwise.default"]
+    assert found == programs
+    misses = [miss.reason for miss in reports[-1].result.near_misses]
+    assert len(misses) == (reason is not None) and all(reason in miss for miss in misses)
+
+
 def test_what_is_no_function_of_floating_point_elements_stays() -> None:
     def counted(m: Written, x: Tensor) -> Tensor:
         return (x > 0).long() * 3 + torch.arange(6) - 1
@@ -170,6 +217,8 @@ def test_gated_experts_compute_the_same_tokens(architecture: str, scheme: str) -
     decoder = compiled(model, k=2, lowering={"name": "gpu"})
     nodes = decoder.stages["fuse_pointwise"].modules["target"].graph.nodes
     assert len([node for node in nodes if node.kwargs.get("gate")]) == 2
+    combined = "x0 + bfloat16(float32(x1 * x2) + float32(x3 * x4))"  # of two experts and the residual
+    assert [node.args[1] for node in nodes if node.target is POINTWISE].count(combined) == 2
     plain = compiled(model, k=2, lowering={"name": "gpu"}, passes={"fuse_pointwise": {"enabled": False}})
     outs = [d.generate(prompts, max_new_tokens=10, temperature=1.0, seed=1) for d in (decoder, plain)]
     assert all(map(torch.equal, outs[0].new_tokens, outs[1].new_tokens))
