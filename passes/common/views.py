@@ -78,7 +78,8 @@ def _obstacle(node: fx.Node, is_function: Callable[[fx.Node], bool]) -> str | No
         if not _is_view(user) or not _leads_to(user, is_function):
             return f"{user.name} reads it beside the views that additions read"
     sizes = node.meta["val"].shape
-    places = {(user.args[1] % len(sizes), user.args[2]) for user in node.users if user.target is SELECT}
+    selects: list[Any] = [user.args for user in node.users if user.target is SELECT]
+    places = {(dim % len(sizes), index) for _, dim, index in selects}
     apart = len(places) == len(node.users) and len({dim for dim, _ in places}) == 1
     if only_user(node) is None and (not apart or any(index < 0 for _, index in places)):
         return "several views may read the same elements, which would be computed more than once"
@@ -90,7 +91,8 @@ def _obstacle(node: fx.Node, is_function: Callable[[fx.Node], bool]) -> str | No
 def _move(function: fx.Node, view: fx.Node) -> fx.Node:
     """Put in the place of a view of a function's result that function of views; returns it."""
     views = {value: _view_of(value, function.meta["val"], view) for value in function.all_input_nodes}
-    args, kwargs = (fx.map_arg(given, views.__getitem__) for given in (function.args, function.kwargs))
+    args: Any = fx.map_arg(function.args, views.__getitem__)
+    kwargs: Any = fx.map_arg(function.kwargs, views.__getitem__)
     new = keep_meta(insert(view, function.target, args, kwargs), view)
     replace(view, new)
     return new
