@@ -46,11 +46,13 @@ class Arranged(Format):
         digits: the digits of an input of those that are sorted together: 32 inputs, half of 32, half of 16, lane of a
             quad, one of a pair.
         order: the digits in the order in which the number of an input is stored.
+        in_stacks: whether stacks of experts are arranged, too: where a GPU has run their kernels.
     """
 
     published: Format
     digits: tuple[int, ...] = (4, 2, 2, 4, 2)
     order: tuple[int, ...]
+    in_stacks: bool = False
 
     @property
     def together(self) -> int:
@@ -158,6 +160,7 @@ class ArrangedMxfp4(Arranged, Mxfp4):
     parts = ("weight_arranged", "scale_arranged")
     stack_parts = ("_arranged", "_scales_arranged")
     scale_dtypes = (torch.int32,)
+    in_stacks = True
 
     def arrange(self, weight: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Numbers in order, then the bits of each word, and scales side by side."""

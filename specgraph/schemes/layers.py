@@ -173,8 +173,10 @@ class PackedExperts(Packed):
         form, arranged = format_of(self.format), ARRANGED.get(self.format)
         held: Any = self._parameters
         weights = [[held[name] for name in names] for names in self._places(form)]
-        if arranged is None or not all(
-            arranged.takes(weight[0].shape[-1] * form.per_element, weight[1]) for weight in weights
+        if (
+            arranged is None
+            or not arranged.in_stacks
+            or not all(arranged.takes(weight[0].shape[-1] * form.per_element, weight[1]) for weight in weights)
         ):
             return
         made: dict[str, Any] = {}
