@@ -15,7 +15,7 @@ Numbers e2m1 in bfloat16 are a sign, the lowest bit of the exponent above it and
 ``2 ** -126``. So the eight numbers of a lane and of 32 inputs stand in a word such that two shifts and masks at most
 give a pair (:data:`_BITS`), and words of 32 inputs follow one another.
 
-A tensor keeps its shape, and its name in a module says that it is arranged.
+Numbers keep their shape, and their name in a module says that they are arranged.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from specgraph.config.drafters import drafter_options
 from specgraph.drafters.registry import drafter_class, open_checkpoint
 from specgraph.errors import SpecgraphError
 from specgraph.frontend.shapes_only import info_of, without_weights
+from specgraph.schemes.layouts import read_layout
 from specgraph.tables import text_table
 
 
@@ -57,8 +58,11 @@ def inspect_checkpoint(path: str | Path, draft: DraftConfig, target: str | None 
     model = None if target is None else without_weights(target, "target")
     info = None if model is None else info_of(model)
     options: list[tuple[str, ...]] = []
+    facts = _facts(checkpoint)
     reason: str | None = None
     try:
+        if stated := checkpoint.config.get("quantization_config"):
+            facts["weights"] = read_layout(stated).form.name
         if info is not None:
             check_size(checkpoint, info)
     except SpecgraphError as error:
@@ -72,7 +76,6 @@ def inspect_checkpoint(path: str | Path, draft: DraftConfig, target: str | None 
     except SpecgraphError as error:
         reason = reason or str(error)
     fits = None if model is None else reason is None
-    facts = _facts(checkpoint)
     if fits is not None:
         facts["fits the target"] = "yes" if fits else "no"
     return Inspection(facts, options, _tensors(checkpoint.tensors), fits, reason)
