@@ -53,7 +53,11 @@ def load(
     if stated is None:
         model = load_by_transformers(path, dtype or "auto", f"folder={str(folder)!r}")
         return model.to(device) if device is not None else model
-    layout, files, place = read_layout(stated), open_files(path), torch.device(device or "cpu")
+    try:
+        layout = read_layout(stated)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path / 'config.json'}: {error}") from None
+    files, place = open_files(path), torch.device(device or "cpu")
     model = _empty_model(path, dtype)
     layout, files = layout.adapted(files, model.state_dict().keys())
     names = Names(model, layout.form, layout.renamed)
