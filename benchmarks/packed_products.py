@@ -141,6 +141,13 @@ def compile_all(cases: list[Case]) -> None:
         pool.map(compile_case, sorted(unique), chunksize=1)
 
 
+def share_of_rounding(found: Tensor, expected: Tensor, spread: Tensor, inputs: int) -> str:
+    """How far results are from float64, beside what float32 may lose in sums of ``spread`` and rounding behind them."""
+    allowed = (inputs + 3) * 2.0**-24 * spread + torch.finfo(found.dtype).eps / 2 * expected.abs()
+    worst = float(((found.double() - expected).abs() / allowed).max())
+    return f"{worst:.3f} of what rounding may be{'' if worst <= 1 else ' WRONG'}"
+
+
 def check(name: str, tilings: list[str]) -> Iterator[str]:
     """Compare with float64, and rows with rows in other company."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -160,16 +167,10 @@ def check(name: str, tilings: list[str]) -> Iterator[str]:
             for count in ROWS_OF_CHECKS:
                 results[count] = form_of(name, tiling, count, 1000, in_features)(x[:count], weight, format=name)
             found = results[200]
-            error = (found.double() - expected).abs() / (
-                (in_features + 3) * 2.0**-24 * spread + torch.finfo(dtype).eps / 2 * expected.abs()
-            )
             same = [count for count in ROWS_OF_CHECKS if torch.equal(results[count], found[:count])]
             equal = "equal bits" if len(same) == len(ROWS_OF_CHECKS) else f"EQUAL BITS ONLY FOR {same}"
-            worst = float(error.max())
-            yield (
-                f"check {name}, {in_features} inputs, groups of {group}, {dtype}, {tiling}: {worst:.3f} of what "
-                f"rounding may be{'' if worst <= 1 else ' WRONG'}; {equal}"
-            )
+            worst = share_of_rounding(found, expected, spread, in_features)
+            yield f"check {name}, {in_features} inputs, groups of {group}, {dtype}, {tiling}: {worst}; {equal}"
 
 
 def check_experts(name: str) -> Iterator[str]:
@@ -186,17 +187,11 @@ def check_experts(name: str) -> Iterator[str]:
         expected = torch.einsum("si,eoi->eso", x.double(), dense)[ids, place] + bias[ids].double()
         spread = torch.einsum("si,eoi->eso", x.double().abs(), dense.abs())[ids, place] + bias[ids].double().abs()
         found = packed_expert_linear(x, weight, bias, ids, format=name)
-        error = (found.double() - expected).abs() / (
-            (inputs + 3) * 2.0**-24 * spread + torch.finfo(x.dtype).eps / 2 * expected.abs()
-        )
         by_tiles = PACKED_EXPERT_LINEAR.form("triton")(x, weight, bias, ids, format=name)
         last = packed_expert_linear(x[-1:], weight, bias, ids[-1:], format=name)
         equal = torch.equal(found, by_tiles) and torch.equal(found[-1:], last)
-        worst = float(error.max())
-        yield (
-            f"check experts in {name}, {rows} rows: {worst:.3f} of what rounding may be"
-            f"{'' if worst <= 1 else ' WRONG'}; {'equal bits' if equal else 'OTHER BITS'}"
-        )
+        worst = share_of_rounding(found, expected, spread, inputs)
+        yield f"check experts in {name}, {rows} rows: {worst}; {'equal bits' if equal else 'OTHER BITS'}"
 
 
 def copies(make: Callable[[], list[Tensor]]) -> list[list[Tensor]]:

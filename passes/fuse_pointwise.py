@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ast
 import math
-import operator
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from specgraph.passes.common.patterns import (
     dtype_of,
     erase_unused,
     grouped,
+    half_of,
     insert,
     items,
     keep_meta,
@@ -274,17 +274,16 @@ def _halves(chain: _Chain) -> _Halves | None:
 
 def _half(value: fx.Node) -> tuple[fx.Node, bool, int] | None:
     """What ``value`` is half of the columns of, whether it has every second one, and which half it is."""
-    strided, part = producer(value, aten.slice.Tensor), producer(value, operator.getitem)
+    strided, half = producer(value, aten.slice.Tensor), half_of(value)
     if strided is not None:
         source, given = strided.args[0], arguments(strided)
         start, pairs, cut = given["start"] or 0, True, (given["dim"], given["step"], given["end"])
         if start not in (0, 1) or cut not in ((1, 2, sys.maxsize), (-1, 2, sys.maxsize)):
             return None
     else:
-        chunks = None if part is None else producer(part.args[0], aten.chunk.default)
-        if part is None or chunks is None or chunks.args[1:] not in ((2, -1), (2, 1)):
+        if half is None:
             return None
-        source, start, pairs = chunks.args[0], part.args[1], False
+        (source, start), pairs = half, False
     whole = value_of(source)
     even = whole is not None and whole.dim() == 2 and same_sizes(whole.shape[1:], (2 * value.meta["val"].shape[-1],))
     return (source, pairs, start) if even else None  # type: ignore[return-value]

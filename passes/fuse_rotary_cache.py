@@ -13,7 +13,6 @@ The computation of the angles, ``cos`` and ``sin`` of positions times inverse fr
 from __future__ import annotations
 
 import itertools
-import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from specgraph.passes.common.patterns import (
     aten,
     dtype_of,
     erase_unused,
+    half_of,
     insert,
     items,
     only_user,
@@ -188,13 +188,11 @@ def _joins_two(cat: fx.Node) -> bool:
 
 def _columns(value: Any) -> tuple[fx.Node, int, int] | None:
     """``x``, ``begin`` and ``end`` of ``x[..., begin:end]``, where ``x`` has four dimensions; else None."""
-    part = producer(value, operator.getitem)
-    chunks = None if part is None else producer(part.args[0], aten.chunk.default)
-    if part is not None and chunks is not None and chunks.args[1:] in ((2, -1), (2, 3)):
-        x: Any = chunks.args[0]
-        size = x.meta["val"].shape[-1]
+    half = half_of(value)
+    if half is not None and half[0].meta["val"].dim() == 4:
+        size = half[0].meta["val"].shape[-1]
         middle = (size + 1) // 2
-        return (x, middle, size) if part.args[1] else (x, 0, middle)
+        return (half[0], middle, size) if half[1] else (half[0], 0, middle)
     node = producer(value, aten.slice.Tensor, aten.alias.default)
     if node is None:
         return None

@@ -162,9 +162,9 @@ def linear_norm_reference(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @functools.cache
-def hopper() -> ModuleType:
+def hopper(kernels: str = "hopper") -> ModuleType:
     """Gluon is experimental: other releases of Triton may lack it, so it is imported where it runs."""
-    return importlib.import_module("specgraph.kernels.linear.hopper")
+    return importlib.import_module(f"specgraph.kernels.linear.{kernels}")
 
 
 def _hopper_covers(given: Linear | LinearNorm) -> bool:

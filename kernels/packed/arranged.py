@@ -82,7 +82,10 @@ class Arranged(Format):
 
     def takes(self, inputs: int, scale: Tensor) -> bool:
         """Whether a weight with so many inputs and with such scales, as they are published, can be arranged."""
-        return inputs % self.together == 0 and self.published.block(inputs, scale)[1] % self.together == 0
+        return self._divides(inputs, self.published.block(inputs, scale)[1])
+
+    def _divides(self, *sizes: int) -> bool:
+        return all(size % self.together == 0 for size in sizes)
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
         """Groups are whole blocks of sorted inputs."""
@@ -96,7 +99,7 @@ class Arranged(Format):
         """As the published format, with groups of whole blocks of sorted inputs."""
         super().check_scale(outputs, inputs, scale)
         require(
-            inputs % self.together == 0 and self.block(inputs, scale)[1] % self.together == 0,
+            self._divides(inputs, self.block(inputs, scale)[1]),
             lambda: f"{inputs} inputs in groups of {self.block(inputs, scale)[1]} cannot be arranged: "
             f"{self.together} must divide both",
         )

@@ -6,9 +6,7 @@ a stack of weights in a format (:mod:`specgraph.kernels.packed.format`).
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ from specgraph.kernels.linear.experts import (
     launch_experts,
     packed_tiles,
 )
-from specgraph.kernels.linear.linear import Linear, linear_reference
+from specgraph.kernels.linear.linear import Linear, hopper, linear_reference
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.packed.arranged import Arranged
 from specgraph.kernels.packed.formats import format_of
@@ -99,13 +97,8 @@ def packed_expert_linear_hopper(given: PackedExpertLinear) -> Tensor:
     operands = packed_words(format_of(given.format), x.shape[1], x.dtype, weight)
     assert operands is not None, "_hopper_covers has seen them"
     out = x.new_empty(len(given.expert_ids), gated_outputs(weight[0].shape[1], given.gate))
-    _hopper().launch_experts(out, x, operands[0], given, operands[1])
+    hopper("hopper_experts").launch_experts(out, x, operands[0], given, operands[1])
     return out
-
-
-def _hopper() -> Any:
-    """As :func:`~specgraph.kernels.linear.linear.hopper`."""
-    return importlib.import_module("specgraph.kernels.linear.hopper_experts")
 
 
 def _hopper_covers(given: PackedExpertLinear) -> bool:
@@ -114,7 +107,7 @@ def _hopper_covers(given: PackedExpertLinear) -> bool:
     if not isinstance(form, Arranged) or form.quantises_rows or x.numel() == 0 or not runs_gluon(x.device):
         return False
     found = packed_words(form, x.shape[1], x.dtype, given.weight)
-    return found is not None and bool(_hopper().covers_experts(x, len(given.expert_ids), *found))
+    return found is not None and hopper("hopper_experts").covers_experts(x, len(given.expert_ids), *found)
 
 
 def _packed_expert_linear_fake(given: PackedExpertLinear) -> Tensor:

@@ -155,6 +155,13 @@ class Format:
         return x
 
 
+def why_not_full(name: str, group: int, inputs: int, group_size: int | None) -> str | None:
+    """Why so many inputs are no full groups of a format's own size, or another one is asked for; None if they are."""
+    if group_size not in (None, group):
+        return f"groups of {name} have {group} inputs, not {group_size}"
+    return f"its {inputs} inputs are no multiple of {group}" if inputs % group else None
+
+
 def kept(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the scales of a weight: its own, or float32 for float64."""
     return torch.float32 if dtype == torch.float64 else dtype

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specgraph.kernels.packed.format import Format, join_nibbles, nibbles
+from specgraph.kernels.packed.format import Format, join_nibbles, nibbles, why_not_full
 
 GROUP = 32
 """How many inputs have one scale."""
@@ -44,9 +44,7 @@ class Mxfp4(Format):
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
         """Groups have to be full."""
-        if group_size not in (None, GROUP):
-            return f"groups of mxfp4 have {GROUP} inputs, not {group_size}"
-        return f"its {inputs} inputs are no multiple of {GROUP}" if inputs % GROUP else None
+        return why_not_full("mxfp4", GROUP, inputs, group_size)
 
     def shapes(
         self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
@@ -70,10 +68,10 @@ class Mxfp4(Format):
         _, exponent = torch.frexp(groups.abs().amax(-1))  # magnitudes are in [0.5, 1) times 2 ** exponent
         scale = (exponent - 1 - LARGEST_EXPONENT + BIAS).clamp(0, 254).to(torch.uint8)
         scaled = groups / self.scales(scale, exact)[..., None]
-        return join_nibbles(_round(scaled).flatten(-2), torch.uint8), scale
+        return join_nibbles(nearest_codes(scaled).flatten(-2), torch.uint8), scale
 
 
-def _round(values: Tensor) -> Tensor:
+def nearest_codes(values: Tensor) -> Tensor:
     """The codes of the numbers nearest to ``values``."""
     # Between two codes c and c + 1 lies the midpoint c of this list. One that is exactly there takes the even code.
     midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=values.dtype, device=values.device)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.packed.format import Format, join_nibbles
-from specgraph.kernels.packed.mxfp4 import MAGNITUDES, MXFP4, _round
+from specgraph.kernels.packed.format import Format, join_nibbles, why_not_full
+from specgraph.kernels.packed.mxfp4 import MAGNITUDES, MXFP4, nearest_codes
 from specgraph.kernels.packed.static import Static
 
 GROUP = 16
@@ -69,9 +69,7 @@ class Nvfp4(Format):
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
         """Groups have to be full."""
-        if group_size not in (None, GROUP):
-            return f"groups of nvfp4 have {GROUP} inputs, not {group_size}"
-        return f"its {inputs} inputs are no multiple of {GROUP}" if inputs % GROUP else None
+        return why_not_full("nvfp4", GROUP, inputs, group_size)
 
     def shapes(
         self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
@@ -102,7 +100,7 @@ class Nvfp4(Format):
         scale = of_all * (tops / torch.full_like(tops, LARGEST))
         scale = scale.clamp(max=LARGEST_SCALE).float().to(torch.float8_e4m3fn).float()
         scale = torch.where(scale == 0, LEAST_SCALE, scale)
-        numbers = _round(groups / (scale / of_all).to(groups.dtype)[..., None])
+        numbers = nearest_codes(groups / (scale / of_all).to(groups.dtype)[..., None])
         return join_nibbles(numbers.flatten(-2), self.stored), scale
 
 

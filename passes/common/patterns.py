@@ -174,6 +174,16 @@ def insert(before: fx.Node, op: Any, args: Sequence[Any], options: Any = None, n
         return before.graph.create_node("call_function", op, tuple(args), options, name=name)
 
 
+def half_of(value: Any) -> tuple[fx.Node, int] | None:
+    """``x`` and ``i`` of ``x.chunk(2, -1)[i]``; None for any other value."""
+    part = producer(value, operator.getitem)
+    chunks = None if part is None else producer(part.args[0], aten.chunk.default)
+    whole = None if chunks is None else value_of(chunks.args[0])
+    if part is None or chunks is None or whole is None or chunks.args[1:] not in ((2, -1), (2, whole.dim() - 1)):
+        return None
+    return chunks.args[0], part.args[1]  # type: ignore[return-value]
+
+
 def insert_valued(before: fx.Node, op: Any, *args: Any) -> fx.Node:
     """A call of ``op`` in front of the node ``before``, with the ``val`` that follows from those of its arguments."""
     node = insert(before, op, args)

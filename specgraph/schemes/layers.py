@@ -188,6 +188,11 @@ class PackedExperts(Packed):
         self._parameters = {name: value for name, value in (held | made).items() if name not in gone}
         self.format = arranged.name
 
+    def _published(self) -> Format:
+        """The format as files have it."""
+        form = format_of(self.format)
+        return form.published if isinstance(form, Arranged) else form
+
     def _places(self, form: Format) -> list[tuple[str, ...]]:
         numbers = format_of(self.format).stack_parts[0]
         held = [stack for stack in STACKS if f"{stack}{numbers}" in self._parameters]
@@ -195,18 +200,12 @@ class PackedExperts(Packed):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        form = format_of(self.format)
-        form = form.published if isinstance(form, Arranged) else form
-        for name in STACKS:
-            key = f"{prefix}{name}{form.stack_parts[0]}"
-            if key in destination:
-                destination[key] = destination[key].view(form.stacked_shape(tuple(destination[key].shape)))
+        form = self._published()
+        for key in (f"{prefix}{names[0]}" for names in self._places(form)):
+            destination[key] = destination[key].view(form.stacked_shape(tuple(destination[key].shape)))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        form = format_of(self.format)
-        form = form.published if isinstance(form, Arranged) else form
-        for names in self._places(form):
-            key = f"{prefix}{names[0]}"
+        for key in (f"{prefix}{names[0]}" for names in self._places(self._published())):
             if key in state_dict and state_dict[key].dim() == 4:  # as files have the numbers
                 state_dict[key] = state_dict[key].flatten(-2)
         super()._load_from_state_dict(state_dict, prefix, *rest)
