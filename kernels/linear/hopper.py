@@ -93,8 +93,9 @@ def packed_ring(rows: int, slices: int, gated: bool, four_bits: bool) -> Ring:
     few = block_n <= 16
     if slices != 2 or (gated and not few):
         stages, parts = (2, 2) if few or gated else (3, 1)
-        return Ring(block_n, slices > 2, stages, parts)
-    return Ring(block_n, False, 3 if four_bits else 2, 1, 2, 128) if gated else Ring(block_n, False, 2, 2, 2, 168)
+        return Ring(block_n, slices > 2, stages, parts, registers=_R1[0] if few else _R1[1])
+    return Ring(block_n, False, 3 if four_bits else 2, 1, 2, 80) if gated else Ring(block_n, False, 2, 2, 2, 168)
+_R1 = [64, 96]
 
 
 @functools.cache
@@ -214,7 +215,7 @@ def launch(product: Product, scales: Scales | None = None) -> None:
     packed = {}
     if scales is not None:
         packed = scales.shared_arguments() | {
-            "PARTS": tiling.parts, "WARP_GROUPS": tiling.warp_groups, "REGISTERS": tiling.registers or 0,
+            "PARTS": tiling.parts, "WARP_GROUPS": tiling.warp_groups, "REGISTERS": ((tiling.registers or 0) * 384 - 24 * 128) // 256 // 8 * 8,
             "maxnreg": tiling.registers,
         }  # fmt: skip
     rows, in_features = x.shape

@@ -3,7 +3,7 @@
 There are two launches. The first sorts rows by expert on the device: a program per row finds its place, and copies it
 there. In the second, written in Gluon, a program takes a tile of 64 outputs of one expert and computes it for the
 expert's rows, which now lie together, so that the tensor memory accelerator can read them. Its main loop is that of
-:mod:`specgraph.kernels.linear.hopper_packed`. Programs of experts without rows end at once.
+:mod:`specgraph.kernels.linear.hopper_packed`. Programs of spans without rows end at once.
 
 The bits are those of :mod:`specgraph.kernels.linear.experts`: each row is multiplied with the same blocks in the same
 order, as columns that ``wgmma`` sums by themselves.
@@ -44,36 +44,43 @@ _IDS = 512
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sort_rows_kernel(
-    order, starts, sorted_x, expert_ids, x, num_rows, num_experts, INNER: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
+    order, spans, sorted_x, expert_ids, x, num_rows, num_experts, INNER: tl.constexpr, TOP_K: tl.constexpr,
+    BY_ROW: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy a row behind those of lower experts, and earlier ones of its own. The grid is (rows, or experts + 1).
+    """Copy a row behind those of lower experts, and earlier ones of its own. The grid is (rows,).
 
-    The place of every row, ``order[place] = row``, and the place of the first row of every expert are stored, too.
+    The place of every row, ``order[place] = row``, is stored, too, and the spans ``[spans, 3]``: an expert, the place
+    of its first row, and that behind its last. There is one for each expert, or if ``BY_ROW``, which fewer
+    rows than experts need, one for each place, which is empty unless an expert's first row lies there.
     """
     launches.gdc_wait(PDL)
     launches.gdc_launch_dependents(PDL)
     program = tl.program_id(0)
-    own = tl.load(expert_ids + program, mask=program < num_rows, other=0)
+    own = tl.load(expert_ids + program)
+    expert = own if BY_ROW else program
     place = 0
-    lower = 0
+    begin = 0
+    end = 0
     first = 0
     while first < num_rows:  # not a range, since the interpreter's range takes no bound known only at run time
         # ---- ids of experts: [IDS]
         row = first + tl.arange(0, IDS)
         ids = tl.load(expert_ids + row, mask=row < num_rows, other=num_experts)
         place += tl.sum(((ids < own) | ((ids == own) & (row < program))).to(tl.int32), axis=0)
-        lower += tl.sum((ids < program).to(tl.int32), axis=0)
+        begin += tl.sum((ids < expert).to(tl.int32), axis=0)
+        end += tl.sum((ids <= expert).to(tl.int32), axis=0)
         first += IDS
-    if program <= num_experts:
-        tl.store(starts + program, lower)
-    if program < num_rows:
-        tl.store(order + place, program)
-        for begin in range(0, INNER, BLOCK):
-            # ---- entries of the row: [BLOCK]
-            k = begin + tl.arange(0, BLOCK)
-            values = tl.load(x + (program // TOP_K).to(tl.int64) * INNER + k, mask=k < INNER)
-            tl.store(sorted_x + tl.cast(place, tl.int64) * INNER + k, values, mask=k < INNER)
+    if BY_ROW or program < num_experts:
+        span = spans + 3 * (place if BY_ROW else program)
+        tl.store(span, expert)
+        tl.store(span + 1, begin)
+        tl.store(span + 2, tl.where(place == begin, end, begin) if BY_ROW else end)
+    tl.store(order + place, program)
+    for column in range(0, INNER, BLOCK):
+        # ---- entries of the row: [BLOCK]
+        k = column + tl.arange(0, BLOCK)
+        values = tl.load(x + (program // TOP_K).to(tl.int64) * INNER + k, mask=k < INNER)
+        tl.store(sorted_x + tl.cast(place, tl.int64) * INNER + k, values, mask=k < INNER)
 
 
 @gluon.jit
@@ -89,11 +96,11 @@ def _rounded(y, bias_ptr, expert, first, end, out_features, KIND: gl.constexpr):
 
 @gluon.jit
 def experts_hopper_kernel(
-    weight, x, out_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, scale_stride, scale_stride_e, out_features,
+    weight, x, out_ptr, bias_ptr, order_ptr, spans_ptr, scale_ptr, scale_stride, scale_stride_e, out_features,
     in_features, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, FORMAT: gl.constexpr, GATE: gl.constexpr, PAIRS: gl.constexpr, PDL: gl.constexpr,
 ):
-    """A tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts).
+    """A tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, spans).
 
     ``weight``, the matrices of all experts one below the other, and ``x``, whose rows are sorted, are descriptors.
     ``GATE`` is a function of two outputs, which are neighbours if ``PAIRS``, or else in two tiles.
@@ -105,13 +112,15 @@ def experts_hopper_kernel(
     ring = gl.allocate_shared_memory(weight.dtype, [STAGES * PARTS * TILES, _TILE_O, BLOCK_W], weight.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * PARTS, BLOCK_N, BLOCK_K], x.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = gl.program_id(1)
     row = gl.program_id(0) * _TILE_O
-    begin = gl.load(starts_ptr + expert)
-    end = gl.load(starts_ptr + expert + 1)
+    span = spans_ptr + 3 * gl.program_id(1)
+    expert = gl.load(span)
+    begin = gl.load(span + 1)
+    end = gl.load(span + 2)
     lines = out_features // TILES  # where tiles are two, those of the first are the first half
     KIND: gl.constexpr = out_ptr.dtype.element_ty
     for first_n in range(begin, end, BLOCK_N):
@@ -126,11 +135,13 @@ def experts_hopper_kernel(
         fill_x(x, x_ring, barriers, first_n, 0, BLOCKS, BLOCK_K, PARTS, STAGES, 1, False)
         # ---- the products of one or two tiles of the weight and rows: [64, BLOCK_N] each
         y, second = multiply_packed(
-            weight, x, ring, x_ring, scales, None, barriers, weight_row, lines, first_n, 0, BLOCK_N, BLOCK_K, BLOCK_W,
-            BLOCKS, 1, PARTS, STAGES, 1, TILES, BYTES, FORMAT, 0,
+            weight, x, ring, x_ring, scales, None, barriers, free, weight_row, lines, first_n, 0, BLOCKS, 1, PARTS,
+            STAGES, 1, TILES, BYTES, FORMAT, 0,
         )  # fmt: skip
-        for stage in gl.static_range(STAGES):
-            mbarrier.invalidate(barriers.index(stage))
+        if first_n + BLOCK_N < end:  # barriers are used again
+            for stage in gl.static_range(STAGES):
+                mbarrier.invalidate(barriers.index(stage))
+                mbarrier.invalidate(free.index(stage))
         y = _rounded(y, bias_ptr, expert, row, lines, out_features, KIND)
         first_o = row
         if TILES == 2:
@@ -152,10 +163,10 @@ def experts_hopper_kernel(
 def expert_ring(rows: int, experts: int) -> Ring:
     """The ring for so many rows, as timed on an H200 with the shapes of gpt-oss-20b.
 
-    Few programs want fewer turns of their loops, many want to be together on a multiprocessor.
+    A short ring leaves room for five programs on a multiprocessor, which hide each other's waiting.
     """
-    block_n = 8 if rows <= 4 * experts else 16
-    return Ring(block_n, False, 2, 4) if 4 * rows <= experts else Ring(block_n, False, 4, 1)
+    return Ring(8 if rows <= 4 * experts else 16, False, stages=4, registers=_R[0])
+_R = [48]
 
 
 def covers_experts(x: Tensor, rows: int, words: Tensor, scales: Scales) -> bool:
@@ -168,23 +179,26 @@ def covers_experts(x: Tensor, rows: int, words: Tensor, scales: Scales) -> bool:
 def launch_experts(out: Tensor, x: Tensor, words: Tensor, given: Behind, scales: Scales) -> None:
     """Fill ``out`` from rows ``[S / top_k, I]`` and the words of a stack; ``given`` has the other arguments."""
     rows, inner, (experts, outer, _), ids, bias = out.shape[0], x.shape[1], words.shape, given.expert_ids, given.bias
-    order, starts = ids.new_empty(rows, dtype=torch.int32), ids.new_empty(experts + 1, dtype=torch.int32)
+    # A program that ends at once takes its time, too: with few rows there are fewer places than experts.
+    by_row = rows < experts
+    order, spans = (ids.new_empty(*size, dtype=torch.int32) for size in ((rows,), (min(rows, experts), 3)))
     sorted_x = x.new_empty(rows, inner)
     launches.launch(
-        _sort_rows_kernel, (max(rows, experts + 1),), order, starts, sorted_x, ids.contiguous(), x.contiguous(), rows,
-        experts, INNER=inner, TOP_K=given.top_k, BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
-    )
+        _sort_rows_kernel, (rows,), order, spans, sorted_x, ids.contiguous(),
+        x.contiguous(), rows, experts, INNER=inner, TOP_K=given.top_k, BY_ROW=by_row,
+        BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
+    )  # fmt: skip
     ring = expert_ring(rows, experts)
     blocks = ring.parts * triton.cdiv(inner, BLOCK_K * ring.parts)
     pdl = launches.supports_pdl(x.device)
     pairs = given.pairs and bool(given.gate)
-    experts_hopper_kernel[(triton.cdiv(outer if pairs or not given.gate else outer // 2, TILE_O), experts)](
+    experts_hopper_kernel[(triton.cdiv(outer if pairs or not given.gate else outer // 2, TILE_O), len(spans))](
         descriptor(words.view(experts * outer, -1), TILE_O, BLOCK_K * words.shape[-1] // inner),
-        descriptor(sorted_x, ring.block_n, BLOCK_K), out, None if bias is None else bias.contiguous(), order, starts,
+        descriptor(sorted_x, ring.block_n, BLOCK_K), out, None if bias is None else bias.contiguous(), order, spans,
         scales.weight, scales.weight.stride(-2), scales.weight.stride(0), outer, inner, BLOCK_N=ring.block_n,
         BLOCK_K=BLOCK_K, BLOCKS=blocks, STAGES=ring.stages, PARTS=ring.parts, FORMAT=scales.format,
         GATE=_gate(given.gate, out.dtype) if given.gate else None, PAIRS=pairs, PDL=pdl, num_warps=4,
-        enable_fp_fusion=False, **launches.launch_options(pdl),
+        enable_fp_fusion=False, maxnreg=ring.registers, **launches.launch_options(pdl),
     )
 
 

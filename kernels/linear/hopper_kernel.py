@@ -274,12 +274,11 @@ def linear_hopper_kernel(
         x_scales = load_x_scales(
             x_scale_ptr, x_scale_stride, first_n, rows, begin, in_features, BLOCK_N, WARP_GROUPS * OWN_SLICES * BLOCKS
         )
+        free = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS * STAGES, 1], mbarrier.MBarrierLayout())
         y, second = multiply_packed(
-            weight, x, ring, x_ring, scales, x_scales, barriers, row, out_features, first_n, begin,
-            BLOCK_N, BLOCK_K, BLOCK_W, BLOCKS, OWN_SLICES, PARTS, STAGES, WARP_GROUPS, TILES, BYTES, FORMAT, REGISTERS,
+            weight, x, ring, x_ring, scales, x_scales, barriers, free, row, out_features, first_n, begin,
+            BLOCKS, OWN_SLICES, PARTS, STAGES, WARP_GROUPS, TILES, BYTES, FORMAT, REGISTERS,
         )
-    for stage in gl.static_range(WARP_GROUPS * STAGES):
-        mbarrier.invalidate(barriers.index(stage))
     y, second = gl.convert_layout(y, OUT), gl.convert_layout(second, OUT)
     finish = True
     if SPLIT:

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from specgraph.kernels.linear.hopper_ring import request_weight, request_x
+from specgraph.kernels.linear.hopper_ring import refill
 from specgraph.kernels.linear.multiply_packed import expand_arranged, factor_pair, per_word
 
 # Functions without layouts have the same source in both languages.
@@ -24,6 +24,7 @@ _expand_arranged = gluon.jit(expand_arranged.fn)
 _factor_pair = gluon.jit(factor_pair.fn)
 _SCALES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 """Scales ``[rows, groups]`` in memory accesses: a thread has neighbouring groups of a row."""
+_FEW_REGISTERS = gl.constexpr(24)
 _QUADS = [[1, 0], [2, 0], [4, 0]]
 _WARPS = [[16, 0], [32, 0]]
 _WORDS = gl.constexpr(
@@ -205,21 +206,18 @@ def _multiply_group(given, sizes, GROUP: gl.constexpr):
     It runs over ``OWN_SLICES`` slices of ``BLOCKS`` blocks, whose sums are added in order. A turn of the loop takes the
     ``PARTS`` blocks of a stage. The second group stores its results.
     """
-    weight, x, ring, x_ring, scales, x_scales, barriers, results, row, up_offset, first_n, begin = given
-    BLOCK_N: gl.constexpr = sizes[0]
-    BLOCK_K: gl.constexpr = sizes[1]
-    BLOCK_W: gl.constexpr = sizes[2]
-    BLOCKS: gl.constexpr = sizes[3]
-    OWN_SLICES: gl.constexpr = sizes[4]
-    PARTS: gl.constexpr = sizes[5]
-    STAGES: gl.constexpr = sizes[6]
-    TILES: gl.constexpr = sizes[7]
-    BYTES: gl.constexpr = sizes[8]
-    FORMAT: gl.constexpr = sizes[9]
-    SCALED: gl.constexpr = sizes[10]
+    ring, x_ring, scales, x_scales, barriers, free, results = given
+    BLOCK_N: gl.constexpr = x_ring.shape[1]
+    BLOCKS: gl.constexpr = sizes[0]
+    OWN_SLICES: gl.constexpr = sizes[1]
+    PARTS: gl.constexpr = sizes[2]
+    STAGES: gl.constexpr = sizes[3]
+    TILES: gl.constexpr = sizes[4]
+    FORMAT: gl.constexpr = sizes[5]
+    SCALED: gl.constexpr = sizes[6]
     OWN: gl.constexpr = GROUP * OWN_SLICES * BLOCKS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    HALF: gl.constexpr = x.dtype.is_fp16()
+    HALF: gl.constexpr = x_ring.dtype.is_fp16()
     TURNS: gl.constexpr = BLOCKS // PARTS
     FIRST: gl.constexpr = GROUP * TILES * _padded(OWN_SLICES * BLOCKS)
     SECOND: gl.constexpr = FIRST + (_padded(OWN_SLICES * BLOCKS) if TILES == 2 else 0)
@@ -241,11 +239,7 @@ def _multiply_group(given, sizes, GROUP: gl.constexpr):
                     first, second, ring, x_ring, scales, x_scales, stage, turn, OWN, FIRST, SECOND, PARTS, TILES,
                     FORMAT, HALF, SCALED,
                 )  # fmt: skip
-            following = turn + STAGES
-            needed = following < OWN_SLICES * TURNS
-            block_k = begin + OWN + following * PARTS
-            request_weight(weight, ring, barriers, stage, row, up_offset, block_k, needed, BLOCK_W, PARTS, TILES, BYTES)
-            request_x(x, x_ring, barriers, stage, first_n, block_k, needed, BLOCK_K, PARTS)
+            mbarrier.arrive(free.index(stage))
         total += first
         second_total += second
     if GROUP > 0:
@@ -263,33 +257,44 @@ def _work(given, sizes, GROUP: gl.constexpr):
 
 @gluon.jit
 def multiply_packed(
-    weight, x, ring, x_ring, scales, x_scales, barriers, row, up_offset, first_n, begin,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_W: gl.constexpr, BLOCKS: gl.constexpr,
-    OWN_SLICES: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    TILES: gl.constexpr, BYTES: gl.constexpr, FORMAT: gl.constexpr, REGISTERS: gl.constexpr,
+    weight, x, ring, x_ring, scales, x_scales, barriers, free, row, up_offset, first_n, begin,
+    BLOCKS: gl.constexpr, OWN_SLICES: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, TILES: gl.constexpr, BYTES: gl.constexpr, FORMAT: gl.constexpr, REGISTERS: gl.constexpr,
 ):
     """Compute the products of one or two tiles of the weight with the rows of x, ``[64, BLOCK_N]`` each.
 
     Two groups of four warps take one slice of the summed dimension each, or one group takes all slices of the program.
-    Sums are added in the order of the slices. A thread has at most ``REGISTERS`` if there are two groups.
+    Sums are added in the order of the slices. A thread of the second has at most ``REGISTERS``. One more warp requests
+    the blocks, so that no other waits for it.
     """
+    BLOCK_N: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     # ---- what the second group computes: [tiles, 64, BLOCK_N]
     results = gl.allocate_shared_memory(
         gl.float32, [TILES, 64, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
+    for stage in gl.static_range(WARP_GROUPS * STAGES):
+        mbarrier.init(free.index(stage), count=1)
     scales = _keep_scales(scales)
     SCALED: gl.constexpr = x_scales is not None
     # An argument of a group of warps has to be something, also if nothing reads it.
     x_scales = _keep_scales((x_scales,)) if SCALED else scales
-    given = (weight, x, ring, x_ring, scales, x_scales, barriers, results, row, up_offset, first_n, begin)
-    sizes: gl.constexpr = (BLOCK_N, BLOCK_K, BLOCK_W, BLOCKS, OWN_SLICES, PARTS, STAGES, TILES, BYTES, FORMAT, SCALED)
+    given = (ring, x_ring, scales, x_scales, barriers, free, results)
+    sizes: gl.constexpr = (BLOCKS, OWN_SLICES, PARTS, STAGES, TILES, FORMAT, SCALED)
+    request = (weight, x, ring, x_ring, barriers, free, row, up_offset, first_n, begin)
+    rings: gl.constexpr = (OWN_SLICES * BLOCKS, PARTS, STAGES, WARP_GROUPS, TILES, BYTES)
     if WARP_GROUPS == 1:
-        y, second = _multiply_group(given, sizes, 0)
+        y, second = gl.warp_specialize(
+            [(_multiply_group, (given, sizes, gl.constexpr(0))), (refill, (request, rings))], [1], [_FEW_REGISTERS]
+        )
     else:
         y, second = gl.warp_specialize(
-            [(_multiply_group, (given, sizes, gl.constexpr(0))), (_work, (given, sizes, gl.constexpr(1)))],
-            [4], [REGISTERS],
+            [
+                (_multiply_group, (given, sizes, gl.constexpr(0))),
+                (_work, (given, sizes, gl.constexpr(1))),
+                (refill, (request, rings)),
+            ],
+            [4, 1], [REGISTERS, _FEW_REGISTERS],
         )  # fmt: skip
         y += results.index(0).load(layout)
         if TILES == 2:

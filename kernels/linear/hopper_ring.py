@@ -75,3 +75,24 @@ def fill_x(
         for group in gl.static_range(WARP_GROUPS if stage * PARTS < BLOCKS else 0):
             block = begin + group * BLOCKS + stage * PARTS
             request_x(x, x_ring, barriers, group * STAGES + stage, first_n, block, True, BLOCK_K, PARTS)
+
+
+@gluon.jit
+def refill(given, sizes):
+    """Request what no longer is among the first blocks, for all groups of warps: as soon as a stage is ``free``."""
+    weight, x, ring, x_ring, barriers, free, row, up_offset, first_n, begin = given
+    BLOCKS: gl.constexpr = sizes[0]
+    PARTS: gl.constexpr = sizes[1]
+    STAGES: gl.constexpr = sizes[2]
+    WARP_GROUPS: gl.constexpr = sizes[3]
+    TILES: gl.constexpr = sizes[4]
+    BYTES: gl.constexpr = sizes[5]
+    BLOCK_W: gl.constexpr = ring.shape[2]
+    BLOCK_K: gl.constexpr = x_ring.shape[2]
+    for turn in range(STAGES, BLOCKS // PARTS):
+        for group in gl.static_range(WARP_GROUPS):
+            stage = group * STAGES + turn % STAGES
+            block = begin + group * BLOCKS + turn * PARTS
+            mbarrier.wait(free.index(stage), (turn // STAGES - 1) & 1)
+            request_weight(weight, ring, barriers, stage, row, up_offset, block, True, BLOCK_W, PARTS, TILES, BYTES)
+            request_x(x, x_ring, barriers, stage, first_n, block, True, BLOCK_K, PARTS)
