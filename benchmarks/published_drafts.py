@@ -81,6 +81,9 @@ class DraftCalls:
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
 
+    def __len__(self) -> int:
+        return len(self._calls)
+
     @contextmanager
     def noted(self, step: nn.Module) -> Iterator[None]:
         """While the context lasts, note the calls of the latest run of ``step``."""

@@ -6,11 +6,13 @@
 
 The target and the heads have random weights (:mod:`benchmarks.published_drafts` gives the shapes of the heads). The
 target is made once, packed, on the device. ``--routing`` is ``even`` for rows that choose their experts independently,
-or the share of its experts that a row is to keep from the row before (:mod:`benchmarks.routing`). Times are medians of
-steps that are replayed as CUDA graphs. The experts are then counted in other steps, which run call by call, so counting
-takes no part in the times. Drafts and tokens are sampled, since a random head that drafts greedily repeats its tokens,
-and rows with the same token choose the same experts. A line of ``--json`` is added as soon as it is measured, and ``--show`` makes one table of
-the lines of several runs.
+or the share of its experts that a row is to keep from the row before (:mod:`benchmarks.routing`). Drafts and tokens are
+sampled, since a random head that drafts greedily repeats its tokens, and rows with the same token choose the same
+experts.
+
+Times are medians of steps that are replayed as CUDA graphs. The experts are then counted in other steps, which run call
+by call, so counting takes no part in the times. A line of ``--json`` is added as soon as it is measured, and ``--show``
+makes one table of the lines of several runs.
 
 Columns of the table, beside the draft, K and the routing that was asked for:
 
@@ -30,6 +32,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -47,6 +50,7 @@ from benchmarks.published_drafts import DraftCalls, published_head
 from benchmarks.routing import Chosen, NotedExperts, separate_rows, set_routing
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.models import random_target
+from specgraph.bench.run import dtype_on
 from specgraph.bench.steps import needed_length, random_prompts, time_steps, with_drafts
 from specgraph.bench.timing import measure_bandwidth
 from specgraph.cli.loading import device_and_dtype
@@ -112,31 +116,34 @@ class Line:
 
 
 def measure(model: PreTrainedModel, given: argparse.Namespace, bandwidth: float) -> Iterator[Line]:
-    """Compile a decoder for each draft and K, and measure it for each routing."""
-    for draft in given.drafts:
-        for k in given.ks:
-            options = BenchConfig(target=given.target, steps=given.steps, warmup=given.warmup)
-            config = dataclasses.replace(config_of(draft, k, given.tokens), max_length=needed_length(options, k))
-            head = published_head(model, config.draft, given.shapes[draft])
-            decoder = None
-            for index, routing in enumerate(given.routing):
-                set_routing(model, None if routing == EVEN else float(routing))
-                prompts = random_prompts(int(model.config.vocab_size), 1, options.prompt_length, seed=index)
-                begin = time.perf_counter()
-                decoder = ready(decoder, model, config, head, prompts, options, given.temperature)
-                compiled = time.perf_counter() - begin
-                timed = time_steps(decoder, prompts, k, options, given.temperature)
-                chosen, calls = count(decoder, model, prompts, k, given.temperature)
-                sizes = model.config.num_local_experts, model.config.num_experts_per_tok
-                yield Line(
-                    draft, k, routing, chosen.kept, chosen.distinct, even_experts(*sizes, k + 1),
-                    bytes_read(decoder.stages[STAGE], chosen.distinct / sizes[0], timed.context, k),
-                    statistics.median(timed.seconds), calls.seconds(model.device, given.repeats), bandwidth,
-                    given.tokens, compiled, name_of(model.device),
-                )  # fmt: skip
-                del calls
-            del decoder, head
-            gc.collect()  # frees the graphs and the memory of this decoder before the next one needs memory
+    """Compile a decoder for each draft and K, and measure it for each routing, while there is time."""
+    for draft, k in itertools.product(given.drafts, given.ks):
+        if time.perf_counter() > given.end:
+            print(f"{draft} at K = {k}: no time left; give --drafts or --ks in another run", flush=True)
+            continue
+        options = BenchConfig(target=given.target, steps=given.steps, warmup=given.warmup)
+        config = dataclasses.replace(config_of(draft, k, given.tokens), max_length=needed_length(options, k))
+        head = published_head(model, config.draft, published_drafts.SHAPES[draft])
+        decoder = None
+        for index, routing in enumerate(given.routing):
+            set_routing(model, None if routing == EVEN else float(routing))
+            prompts = random_prompts(int(model.config.vocab_size), 1, options.prompt_length, seed=index)
+            begin = time.perf_counter()
+            decoder = ready(decoder, model, config, head, prompts, options, given.temperature)
+            compiled = time.perf_counter() - begin
+            timed = time_steps(decoder, prompts, k, options, given.temperature)
+            seconds = statistics.median(timed.seconds)
+            print(f"{draft} at K = {k}, {routing}: {1e3 * seconds:.3f} ms per step", flush=True)
+            chosen, calls = count(decoder, model, prompts, k, given.temperature)
+            sizes = model.config.num_local_experts, model.config.num_experts_per_tok
+            read = bytes_read(decoder.stages[STAGE], chosen.distinct / sizes[0], timed.context, k)
+            yield Line(
+                draft, k, routing, chosen.kept, chosen.distinct, even_experts(*sizes, k + 1), read, seconds,
+                calls.seconds(model.device, given.repeats), bandwidth, given.tokens, compiled, name_of(model.device),
+            )  # fmt: skip
+            del calls
+        del decoder, head
+        gc.collect()  # frees the graphs and the memory of this decoder before the next one needs memory
 
 
 def config_of(draft: str, k: int, tokens: float) -> Config:
@@ -178,8 +185,9 @@ def count(
     captured, program.captured = program.captured, False
     try:
         with contextlib.ExitStack() as stack:
-            for step in decoder._step_cache.steps.values():
-                stack.enter_context(calls.noted(step))
+            for mode, step in decoder._step_cache.steps.items():
+                if not mode.packed:  # the others run prompts
+                    stack.enter_context(calls.noted(step))
             experts = stack.enter_context(NotedExperts())
             options = {"eos_token_id": [], "temperature": temperature, "seed": 0}
             stream = decoder.stream(prompts, max_new_tokens=COUNTED * (k + 1), **options)
@@ -225,9 +233,7 @@ def findings(lines: Sequence[Line]) -> Iterator[str]:
     for draft in dict.fromkeys(line.draft for line in lines):
         own = sorted((line for line in lines if line.draft == draft), key=lambda line: line.k)
         least, most = own[0], own[-1]
-        first, last = (
-            statistics.fmean(line.draft_seconds for line in own if line.k == k) for k in (least.k, most.k)
-        )
+        first, last = (statistics.fmean(line.draft_seconds for line in own if line.k == k) for k in (least.k, most.k))
         if least.k < most.k:
             yield f"The calls of {draft} in a step take {last / first - 1:+.1%} from K = {least.k} to {most.k}."
     for line in lines:
@@ -252,11 +258,10 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", default="gpt-oss-120b-shape", help="a shape of bench, of a gpt_oss model")
     parser.add_argument("--weights", default="mxfp4", help="how the target's experts are packed")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--seconds", type=float, default=500.0, help="start no other draft or K after them")
     parser.add_argument("--json", type=Path, help="add the lines to this file")
     parser.add_argument("--show", type=Path, nargs="+", help="measure nothing, and print the lines of these files")
-    given = parser.parse_args(words)
-    given.shapes = published_drafts.SHAPES
-    return given
+    return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> list[Line]:
@@ -268,10 +273,10 @@ def main(words: Sequence[str] | None = None) -> list[Line]:
         print(table(lines))
         return lines
     begin = time.perf_counter()
-    device, dtype = device_and_dtype(given.device, "auto")
-    dense = torch.float32 if device == "cpu" else torch.bfloat16
-    bandwidth = measure_bandwidth(torch.device(device))
-    model = random_target(given.target, torch.device(device), dense, weights=given.weights)
+    given.end = begin + given.seconds
+    device = torch.device(device_and_dtype(given.device, "auto")[0])
+    bandwidth = measure_bandwidth(device)
+    model = random_target(given.target, device, dtype_on("auto", device), weights=given.weights)
     separate_rows(model)
     print(f"{given.target} is made after {time.perf_counter() - begin:.0f} s", flush=True)
     lines = []
