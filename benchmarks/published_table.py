@@ -36,6 +36,7 @@ import itertools
 import json
 import statistics
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,12 +135,17 @@ def measure(model: PreTrainedModel, given: argparse.Namespace, bandwidth: float)
             timed = time_steps(decoder, prompts, k, options, given.temperature)
             seconds = statistics.median(timed.seconds)
             print(f"{draft} at K = {k}, {routing}: {1e3 * seconds:.3f} ms per step", flush=True)
-            chosen, calls = count(decoder, model, prompts, k, given.temperature)
+            try:
+                chosen, calls = count(decoder, model, prompts, k, given.temperature)
+                draft_seconds = calls.seconds(model.device, given.repeats)
+            except Exception:  # the time of a step is printed already, and the other drafts may do
+                traceback.print_exc()
+                continue
             sizes = model.config.num_local_experts, model.config.num_experts_per_tok
             read = bytes_read(decoder.stages[STAGE], chosen.distinct / sizes[0], timed.context, k)
             yield Line(
                 draft, k, routing, chosen.kept, chosen.distinct, even_experts(*sizes, k + 1), read, seconds,
-                calls.seconds(model.device, given.repeats), bandwidth, given.tokens, compiled, name_of(model.device),
+                draft_seconds, bandwidth, given.tokens, compiled, name_of(model.device),
             )  # fmt: skip
             del calls
         del decoder, head
@@ -287,7 +293,7 @@ def main(words: Sequence[str] | None = None) -> list[Line]:
                 file.write(json.dumps(asdict(line)) + "\n")
         print(f"{time.perf_counter() - begin:.0f} s (compiling {line.compile_seconds:.0f}): {' | '.join(line.cells)}",
               flush=True)  # fmt: skip
-    print(f"\n{table(lines)}")
+    print(f"\n{table(lines)}" if lines else "\nNothing was measured.")
     return lines
 
 
