@@ -80,10 +80,10 @@ def random_target(
     With ``weights``, a scheme of :func:`specgraph.quantise`, each of its weights is drawn and packed by itself, so that
     the device holds the packed model and one matrix.
     """
-    with _building(torch.device("meta") if weights else device, dtype, seed):
+    with building(torch.device("meta") if weights else device, dtype, seed):
         built: Any = AutoModelForCausalLM.from_config(shape_config(name), dtype=dtype)
     if weights is not None:
-        with _building(device, dtype, seed):
+        with building(device, dtype, seed):
             fill_packed(built, _layout(built, weights), device)
     return built.eval().requires_grad_(False)
 
@@ -101,12 +101,12 @@ def _layout(model: PreTrainedModel, weights: str) -> Layout:
 def random_head(model: PreTrainedModel, draft: DraftConfig, seed: int = 1) -> DraftHead | None:
     """A head with random weights for the drafter that ``draft`` names; None if that drafter has no heads."""
     device: torch.device = model.device
-    with _building(device, model.dtype, seed):
+    with building(device, model.dtype, seed):
         return drafter_class(draft.kind).random(model, drafter_options(draft))
 
 
 @contextlib.contextmanager
-def _building(device: torch.device, dtype: torch.dtype, seed: int) -> Iterator[None]:
+def building(device: torch.device, dtype: torch.dtype, seed: int) -> Iterator[None]:
     """A context in which modules are made on ``device`` in ``dtype``. The caller's random state does not change."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

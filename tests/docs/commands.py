@@ -178,7 +178,7 @@ def _pytest(words: list[str]) -> str:
     return ""
 
 
-BENCHMARKS = ("count_lines", "fetch_models", "real_models", "markdown")
+BENCHMARKS = ("count_lines", "fetch_models", "real_models", "markdown", "published_table")
 TIMED = ("kernels", "options", "soak")
 
 
