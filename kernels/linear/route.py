@@ -19,7 +19,8 @@ dtype that the model computes it in, because rounding can decide which of two ex
 A program computes one row with one warp, which holds all experts in registers, so that no warp waits for another. It
 chooses by repeatedly taking the largest. For this, choices become integers of the same order, because a warp reduces
 integers of 32 bits in one instruction. A row's bits do not depend on the other rows, since no program sees two of them
-and sums have the order in which the experts were chosen, or one that follows from ``E`` alone.
+and sums have the order in which the experts were chosen, or one that follows from ``E`` alone
+(:mod:`specgraph.kernels.linear.strides`).
 
 The forms that are known are those of mixtures in transformers: ``mixtral``, ``qwen3_moe``, ``gpt_oss``, ``lfm2_moe``,
 ``deepseek_v3`` and those that were derived from them.
@@ -39,7 +40,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_shapes, require
-from specgraph.kernels.launch import dense_rows, gdc_launch_dependents, gdc_wait, launch
+from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
+from specgraph.kernels.linear.strides import Rows, aligned
 from specgraph.kernels.ops import declare, triton_or_reference
 
 SCORINGS = ("softmax", "sigmoid", "none")
@@ -188,20 +190,20 @@ def _keep_groups(
     return tl.where(kept | (keys == _TAKEN), keys, _EXCLUDED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outer"])
 def _route_kernel(
-    weights, ids, logits, bias, stride, SCORE: tl.constexpr, CHOICE: tl.constexpr, EXPERTS: tl.constexpr,
+    weights, ids, logits, bias, outer, SCORE: tl.constexpr, CHOICE: tl.constexpr, EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr,
     SOFTMAX_CHOSEN: tl.constexpr, NORMALISE: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row. The grid is (rows)."""
+    """One row, which begins at a multiple of ``ALIGNMENT``. The grid is (rows)."""
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)  # [BLOCK]
     inside = experts < EXPERTS
-    x = tl.load(logits + row * stride + experts, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + row * outer * ALIGNMENT + experts, mask=inside, other=float("-inf")).to(tl.float32)
     scores = _rounded(x, SCORE)  # [BLOCK]
     if SCORING == "softmax":
         powers = tl.exp(scores - tl.max(scores, 0))
@@ -247,18 +249,22 @@ def _route_kernel(
 def route_triton(given: Route) -> tuple[Tensor, Tensor]:
     """:class:`Route` in one kernel."""
     weights, ids = _route_fake(given)
-    rows, experts = given.logits.shape
-    bias = None if given.bias is None else given.bias.contiguous()
-    logits = dense_rows(given.logits)
+    rows, experts = Rows.of(given.logits), given.logits.shape[1]
+    _, outer, _ = rows.arguments()
     launch(
-        _route_kernel, (rows,), weights, ids, logits, bias, logits.stride(0), SCORE=_FLOATS[given.score_dtype],
-        CHOICE=_FLOATS[given.choice_dtype], EXPERTS=experts, TOP_K=given.top_k, SCORING=given.scoring,
-        GROUPS=given.groups, KEPT=given.kept_groups, PAIRS=given.group_score == "top2",
+        _route_kernel, (rows.count,), weights, ids, rows.x, aligned(given.bias), outer,
+        SCORE=_FLOATS[given.score_dtype], CHOICE=_FLOATS[given.choice_dtype], EXPERTS=experts, TOP_K=given.top_k,
+        SCORING=given.scoring, GROUPS=given.groups, KEPT=given.kept_groups, PAIRS=given.group_score == "top2",
         SOFTMAX_CHOSEN=given.softmax_chosen, NORMALISE=given.normalise, EPSILON=given.epsilon, SCALE=given.scale,
-        BLOCK=triton.next_power_of_2(experts), BLOCK_G=triton.next_power_of_2(given.groups),
-        BLOCK_K=triton.next_power_of_2(given.top_k), num_warps=1, enable_fp_fusion=False,
+        BLOCK=_block(experts), BLOCK_G=_block(given.groups), BLOCK_K=triton.next_power_of_2(given.top_k),
+        ALIGNMENT=rows.alignment, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return weights, ids
+
+
+def _block(count: int) -> int:
+    """A power of two that holds so many, and a number for every lane of a warp, whose instruction reduces all lanes."""
+    return max(triton.next_power_of_2(count), 32)
 
 
 def _covers(given: Route) -> bool:
