@@ -14,6 +14,7 @@ import specgraph.kernels.linear.gated_norm
 import specgraph.kernels.linear.head_norms
 import specgraph.kernels.linear.linear
 import specgraph.kernels.linear.norm
+import specgraph.kernels.linear.route
 import specgraph.kernels.packed.experts
 import specgraph.kernels.packed.linear
 import specgraph.kernels.pointwise.pointwise

@@ -15,6 +15,7 @@ from specgraph.passes.few_rows import FewRows
 from specgraph.passes.fuse_norm import FuseNorm
 from specgraph.passes.fuse_pointwise import FusePointwise
 from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
+from specgraph.passes.fuse_routing import FuseRouting
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_processors import InsertProcessors
@@ -30,8 +31,8 @@ PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
         ExposeFeatures, InsertKVCache, InsertRecurrentState, InsertDraft, ParallelDraft, LookupFirst, InsertVerify,
-        InsertProcessors, ShareWeights, FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels, FusePointwise, FewRows,
-        CompileRemainder, CaptureCudaGraph,
+        InsertProcessors, ShareWeights, FuseNorm, FuseRouting, MergeLinears, FuseRotaryCache, LowerKernels,
+        FusePointwise, FewRows, CompileRemainder, CaptureCudaGraph,
     )
 }  # fmt: skip
 

@@ -221,7 +221,8 @@ ORDER = load_config().pipeline.order
 TOO_LATE = [
     ("insert_kv_cache", "insert_draft"), ("insert_draft", "parallel_draft"), ("parallel_draft", "insert_verify"),
     ("lookup_first", "insert_verify"), ("insert_verify", "insert_processors"),
-    ("share_weights", "merge_linears"), ("fuse_norm", "lower_kernels"), ("merge_linears", "lower_kernels"),
+    ("share_weights", "merge_linears"), ("fuse_norm", "lower_kernels"), ("fuse_routing", "lower_kernels"),
+    ("merge_linears", "lower_kernels"),
     ("fuse_rotary_cache", "lower_kernels"), ("fuse_rotary_cache", "fuse_pointwise"),
     ("lower_kernels", "fuse_pointwise"), ("lower_kernels", "few_rows"), ("expose_features", "insert_draft"),
     ("insert_recurrent_state", "insert_draft"),

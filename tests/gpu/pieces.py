@@ -42,7 +42,9 @@ class Piece:
 
 
 PIECES = (
-    Piece("kernels", ("attention", "linear", "norm", "experts", "fast", "ngram", "suffix", "step", "verify"), 6),
+    Piece(
+        "kernels", ("attention", "linear", "norm", "experts", "route", "fast", "ngram", "suffix", "step", "verify"), 6
+    ),
     Piece("processors", ("processors", "pause", "trace", "score"), 6),
     Piece("runners", ("runner", "session", "remainder"), 4),
     Piece("drafters", ("decoder", "dflash", "dspark", "checkpoints", "attach"), 6),
