@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from specgraph.kernels import gpus
 from specgraph.kernels.launch import arrival_counters, launch_options
 from specgraph.kernels.linear.hopper_kernel import TILE_O, linear_hopper_kernel
+from specgraph.kernels.linear.hopper_packed import REQUESTING_REGISTERS
 from specgraph.kernels.linear.product import (
     PACKED_SLICE,
     Product,
@@ -49,7 +50,12 @@ class Ring(NamedTuple):
     stages: int
     parts: int = 1  # blocks of a stage
     warp_groups: int = 1  # two groups of four warps take a slice each
-    registers: int | None = None  # of a thread, at most
+    registers: int | None = None  # of a thread, on average
+
+    def second_registers(self) -> int:
+        """What a thread of the second group of warps may have, in eights: as much as one of the first. The warp that
+        requests blocks takes the place of four."""
+        return (3 * (self.registers or 0) - REQUESTING_REGISTERS) // 2 // 8 * 8
 
 
 MOST_ROWS = 256
@@ -87,15 +93,15 @@ def packed_ring(rows: int, slices: int, gated: bool, four_bits: bool) -> Ring:
 
     Numbers are expanded by two groups of warps, one for each slice, of a program that has a multiprocessor to itself.
     Gated products have two tiles of the weight for a tile of x, and programs enough for two on a multiprocessor; with
-    many rows the registers are enough for one group, which takes both slices.
+    many rows the registers are enough for one group, which takes both slices. Of programs with a slice each, four are
+    on a multiprocessor.
     """
     block_n = min(max(8, triton.next_power_of_2(rows)), 32)
     few = block_n <= 16
     if slices != 2 or (gated and not few):
         stages, parts = (2, 2) if few or gated else (3, 1)
-        return Ring(block_n, slices > 2, stages, parts, registers=_R1[0] if few else _R1[1])
+        return Ring(block_n, slices > 2, stages, parts, registers=64 if slices > 2 else 128)
     return Ring(block_n, False, 3 if four_bits else 2, 1, 2, 80) if gated else Ring(block_n, False, 2, 2, 2, 168)
-_R1 = [64, 96]
 
 
 @functools.cache
@@ -215,7 +221,7 @@ def launch(product: Product, scales: Scales | None = None) -> None:
     packed = {}
     if scales is not None:
         packed = scales.shared_arguments() | {
-            "PARTS": tiling.parts, "WARP_GROUPS": tiling.warp_groups, "REGISTERS": ((tiling.registers or 0) * 384 - 24 * 128) // 256 // 8 * 8,
+            "PARTS": tiling.parts, "WARP_GROUPS": tiling.warp_groups, "REGISTERS": tiling.second_registers(),
             "maxnreg": tiling.registers,
         }  # fmt: skip
     rows, in_features = x.shape

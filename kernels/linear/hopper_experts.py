@@ -165,8 +165,7 @@ def expert_ring(rows: int, experts: int) -> Ring:
 
     A short ring leaves room for five programs on a multiprocessor, which hide each other's waiting.
     """
-    return Ring(8 if rows <= 4 * experts else 16, False, stages=4, registers=_R[0])
-_R = [48]
+    return Ring(8 if rows <= 4 * experts else 16, False, stages=4, registers=56)
 
 
 def covers_experts(x: Tensor, rows: int, words: Tensor, scales: Scales) -> bool:

@@ -24,7 +24,9 @@ _expand_arranged = gluon.jit(expand_arranged.fn)
 _factor_pair = gluon.jit(factor_pair.fn)
 _SCALES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 """Scales ``[rows, groups]`` in memory accesses: a thread has neighbouring groups of a row."""
-_FEW_REGISTERS = gl.constexpr(24)
+REQUESTING_REGISTERS = 24
+"""What a thread of the warp has that requests blocks."""
+_REQUESTING_REGISTERS = gl.constexpr(REQUESTING_REGISTERS)
 _QUADS = [[1, 0], [2, 0], [4, 0]]
 _WARPS = [[16, 0], [32, 0]]
 _WORDS = gl.constexpr(
@@ -285,7 +287,7 @@ def multiply_packed(
     rings: gl.constexpr = (OWN_SLICES * BLOCKS, PARTS, STAGES, WARP_GROUPS, TILES, BYTES)
     if WARP_GROUPS == 1:
         y, second = gl.warp_specialize(
-            [(_multiply_group, (given, sizes, gl.constexpr(0))), (refill, (request, rings))], [1], [_FEW_REGISTERS]
+            [(_multiply_group, (given, sizes, gl.constexpr(0))), (refill, (request, rings))], [1], [_REQUESTING_REGISTERS]
         )
     else:
         y, second = gl.warp_specialize(
@@ -294,7 +296,7 @@ def multiply_packed(
                 (_work, (given, sizes, gl.constexpr(1))),
                 (refill, (request, rings)),
             ],
-            [4, 1], [REGISTERS, _FEW_REGISTERS],
+            [4, 1], [REGISTERS, _REQUESTING_REGISTERS],
         )  # fmt: skip
         y += results.index(0).load(layout)
         if TILES == 2:
