@@ -118,6 +118,7 @@ def _groups(choice: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
     filled = producer(choice, aten.masked_fill.Scalar)
     if filled is None:
         return choice, {}
+    compared: Any
     compared, mask, fill = filled.args
     spread = _mask(mask)
     if fill != -math.inf or spread is None:

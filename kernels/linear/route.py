@@ -130,7 +130,8 @@ def _scores(given: Route) -> Tensor:
 
 def _in_kept_groups(given: Route, choice: Tensor) -> Tensor:
     """Which experts of every row belong to groups that are kept, ``[R, E]``."""
-    grouped = choice.unflatten(-1, (given.groups, -1))
+    rows, experts = choice.shape
+    grouped = choice.view(rows, given.groups, experts // given.groups)
     best = grouped.topk(1 if given.group_score == "max" else 2).values.sum(-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, _largest(best, given.kept_groups), value=True)
     return kept.repeat_interleave(grouped.shape[-1], -1)
