@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from specgraph.checkpoints.files import Files, StoredTensor
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.packed import STACKS
+from specgraph.kernels.packed.chunks import in_chunks
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.formats import format_of
 from specgraph.schemes.layers import PackedExperts, PackedLinear
@@ -207,9 +208,9 @@ def check_values(piece: Piece, value: Tensor, part: Part, owner: nn.Module, file
     if part.kind == "shape":
         _check_shape(piece.name, value, [owner.out_features, owner.in_features])  # type: ignore[list-item]
     elif part.kind == "scale":
-        _check_scales(piece.name, part.form.scales(value, torch.float32), file)
+        _check_scales(piece.name, value, lambda stored: part.form.scales(stored, torch.float32), file)
     elif part.kind.endswith(" scale"):
-        _check_scales(piece.name, value.float(), file)
+        _check_scales(piece.name, value, Tensor.float, file)
     elif part.kind == "group index":
         _check_groups(piece.name, value, len(getattr(owner, part.form.parts[1])[0]), file)
 
@@ -230,14 +231,20 @@ def _check_shape(name: str, value: Tensor, wanted: list[int]) -> None:
         )
 
 
-def _check_scales(name: str, scales: Tensor, file: Path) -> None:
-    bad = ~(scales.isfinite() & (scales != 0))
-    if bool(bad.any()):
-        place = bad.nonzero()[0].tolist()
-        raise UnsupportedModelError(
-            f"{name} of {file} is {float(scales[tuple(place)])} at {place}; scales must be finite and other than 0, so "
-            "the file is damaged."
-        )
+def _check_scales(name: str, stored: Tensor, meaning: Callable[[Tensor], Tensor], file: Path) -> None:
+    """Scales in float32 take several times the bytes that are stored, so they are made chunk by chunk."""
+    if not any(bool(_is_wrong(meaning(chunk)).any()) for chunk in in_chunks(torch.atleast_1d(stored))):
+        return
+    scales = meaning(stored)
+    place = _is_wrong(scales).nonzero()[0].tolist()
+    raise UnsupportedModelError(
+        f"{name} of {file} is {float(scales[tuple(place)])} at {place}; scales must be finite and other than 0, so "
+        "the file is damaged."
+    )
+
+
+def _is_wrong(scales: Tensor) -> Tensor:
+    return ~(scales.isfinite() & (scales != 0))
 
 
 def _check_groups(name: str, value: Tensor, groups: int, file: Path) -> None:
