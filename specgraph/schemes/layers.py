@@ -195,6 +195,17 @@ class PackedExperts(Packed):
         gone = set(published) - made.keys()
         self._parameters = {name: value for name, value in (held | made).items() if name not in gone}
 
+    def dense_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes that the stacks would have if they were not packed, by their names."""
+        form = self._published()
+        found: dict[str, tuple[int, ...]] = {}
+        for names in self._places(format_of(self.format)):
+            experts, outputs, words = self.get_parameter(names[0]).shape
+            matrix = outputs, words * form.per_element
+            stack = names[0].removesuffix(format_of(self.format).stack_parts[0])
+            found[stack] = (experts, *(matrix[::-1] if getattr(self, "is_transposed", False) else matrix))
+        return found
+
     def _published(self) -> Format:
         """The format as files have it."""
         form = format_of(self.format)
@@ -225,6 +236,23 @@ def stacks(module: nn.Module) -> Iterator[str]:
         weight = module._parameters.get(name)
         if weight is not None and weight.dim() == 3 and weight.is_floating_point() and weight.dtype.itemsize > 1:
             yield name
+
+
+def dense_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the parameters that a module has, or would have if none of its weights were packed."""
+    found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    for path, layer in module.named_modules():
+        if isinstance(layer, PackedLinear):
+            weights: dict[str, tuple[int, ...]] = {"weight": (layer.out_features, layer.in_features)}
+        elif isinstance(layer, PackedExperts):
+            weights = layer.dense_shapes()
+        else:
+            continue
+        for names in layer._places(format_of(layer.format)):
+            for name in names:
+                del found[f"{path}.{name}"]
+        found |= {f"{path}.{name}": shape for name, shape in weights.items()}
+    return found
 
 
 @torch.no_grad()
