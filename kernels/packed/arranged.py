@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specgraph.kernels.checks import require
+from specgraph.kernels.packed.chunks import by_chunks
 from specgraph.kernels.packed.format import Format, join_nibbles, nibbles
 from specgraph.kernels.packed.fp8 import FP8_BLOCKS, Fp8Blocks
 from specgraph.kernels.packed.int4 import INT4, Int4
@@ -61,11 +62,14 @@ class Arranged(Format):
 
     def arrange(self, weight: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of a weight in the published order, in that of this format."""
-        return self._sorted(weight[0], self.digits, self.order), *weight[1:]
+        return by_chunks(self._in_order, weight[0]), *weight[1:]
 
     def restore(self, weight: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The inverse of :meth:`arrange`."""
-        return self._published_order(weight[0]), *weight[1:]
+        return by_chunks(self._published_order, weight[0]), *weight[1:]
+
+    def _in_order(self, stored: Tensor) -> Tensor:
+        return self._sorted(stored, self.digits, self.order)
 
     def _published_order(self, stored: Tensor) -> Tensor:
         digits = tuple(self.digits[digit] for digit in self.order)
@@ -169,13 +173,16 @@ class ArrangedMxfp4(Arranged, Mxfp4):
         """Numbers in order, then the bits of each word, and scales side by side."""
         numbers, scale = super().arrange(weight)
         padded = functional.pad(scale, (0, -scale.shape[-1] % 4), value=BIAS)
-        return _moved(numbers, _BITS), padded.view(torch.int32)
+        return numbers, padded.view(torch.int32)
 
     def restore(self, weight: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The inverse of :meth:`arrange`."""
         numbers, scale = super().restore(weight)
         groups = numbers.shape[-1] * self.per_element // GROUP
         return numbers, scale.contiguous().view(torch.uint8)[..., :groups].contiguous()
+
+    def _in_order(self, stored: Tensor) -> Tensor:
+        return _moved(super()._in_order(stored), _BITS)
 
     def _published_order(self, stored: Tensor) -> Tensor:
         return super()._published_order(_moved(stored, [_BITS.index(bit) for bit in range(32)]))

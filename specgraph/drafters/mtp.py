@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files, open_files
 from specgraph.checkpoints.loading import shared_notes
+from specgraph.checkpoints.modules import declared_modules
 from specgraph.config.drafters import MtpDraftConfig
 from specgraph.drafters import mtp_layouts as layouts
 from specgraph.drafters import mtp_loading as loading
@@ -306,7 +307,7 @@ def own_modules(model: PreTrainedModel) -> Checkpoint:
     files = open_files(loading.own_folder(model))
     found = MtpDrafter.recognise_inside(files)
     if found is None:
-        declared = loading.declared_modules(files.config)
+        declared = declared_modules(files.config)
         why = f", although its config.json names {declared}" if declared else ""
         raise ConfigError(
             f"{files.path} holds no MTP modules{why}; give a checkpoint that does by draft=... or draft.model, or use "

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from specgraph.drafters.mtp_module import MtpOptions
 from specgraph.drafters.plan import SIZES, HeadPlan
 from specgraph.errors import ConfigError
+from specgraph.schemes.layers import dense_shapes
 
 
 def make_block(model: PreTrainedModel, device: torch.device | str, options: MtpOptions) -> PreTrainedModel:
@@ -52,8 +53,7 @@ def _check_alike(model: PreTrainedModel, block: Any, options: MtpOptions) -> Non
     """
     base: Any = model.base_model
     like, same = like_layer(model, options)
-    known, own = ({n: tuple(p.shape) for n, p in layer.named_parameters()} for layer in (base.layers[like],
-                                                                                         block.layers[0]))  # fmt: skip
+    known, own = dense_shapes(base.layers[like]), dense_shapes(block.layers[0])
     names: Iterable[str] = {**known, **own} if same else (name for name in known if name in own)
     name = next((name for name in names if known.get(name) != own.get(name)), None)
     if name is not None:
@@ -79,6 +79,8 @@ def block_config(model: PreTrainedModel, options: MtpOptions) -> PretrainedConfi
         setattr(config, name, [values[like]])
     _set_mlp_type(config, options.mlp_type, mlp_type(cast(Any, model.base_model).layers[like]))
     config.vocab_size, config.pad_token_id = 1, 0  # the block gets no embedding
+    if hasattr(config, "quantization_config"):  # of the target, which says nothing about a block with dense weights
+        del config.quantization_config
     config.bos_token_id = config.eos_token_id = None
     return config
 

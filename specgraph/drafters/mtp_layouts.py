@@ -65,6 +65,11 @@ class Layout:
         rest = next((file + name.removeprefix(own) for file, own in self.names if name.startswith(own)), None)
         return self.prefix.format(index=number) + (name.removeprefix(BLOCK) if rest is None else rest)
 
+    def own(self, config: Mapping[str, Any], index: int, name: str) -> str:
+        """The name here of the parameter of module ``index`` that a file has under ``name``, as :meth:`shown` says."""
+        number = index + (num_layers(config) or 0) if self.behind_layers else index
+        return self._name(name.removeprefix(self.prefix.format(index=number)))
+
     def _name(self, rest: str) -> str:
         for begins, name in self.names:
             if rest.startswith(begins):

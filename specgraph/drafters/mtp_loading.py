@@ -6,8 +6,8 @@ parameters of its classes (experts are stored one by one, for example). The rest
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Container, Iterable
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,18 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from specgraph.checkpoints.checkpoint import EMBEDDING, Checkpoint
+from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.loading import COMPUTED, HeadLoader
+from specgraph.checkpoints.modules import declared_modules
 from specgraph.drafters.mtp_layers import block_config, make_block
 from specgraph.drafters.mtp_layouts import LAYOUTS, Layout, Modules, with_overrides
 from specgraph.drafters.mtp_module import BLOCK, MtpModule, MtpOptions
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 from specgraph.progress import progress_bars
-
-COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-"""The keys by which configurations give the number of modules."""
+from specgraph.schemes.layers import arrange_weights
+from specgraph.schemes.load import make_buffers
+from specgraph.schemes.part import PackedPart, pack_part
 
 
 def own_folder(model: PreTrainedModel) -> Path:
@@ -72,14 +74,6 @@ def used_modules(checkpoint: Checkpoint, wanted: int | None) -> Modules:
     return {index: found[index] for index in used}
 
 
-def declared_modules(config: Mapping[str, Any]) -> int:
-    """The number of modules that a ``config.json`` names; 0 if it names none."""
-    text = config.get("text_config")
-    places = (config, text if isinstance(text, dict) else {})
-    values = (place.get(key) for place in places for key in COUNT_KEYS)
-    return max((value for value in values if isinstance(value, int)), default=0)
-
-
 def own_options(options: Any) -> dict[str, Any]:
     """The options of :class:`~specgraph.drafters.mtp_module.MtpOptions` that a user gave; None where not."""
     return {item.name: getattr(options, item.name) for item in fields(MtpOptions)}
@@ -114,13 +108,56 @@ def check_modules(
         HeadLoader(checkpoint, stored, model, info, what, shown=partial(layout.shown, checkpoint.config, index))
         for index, stored in modules.items()
     ]
-    for loader, used in zip(loaders, uses, strict=True):
-        loader.check_shapes(_expected(like[used], loader.stored))
+    for index, (loader, used) in enumerate(zip(loaders, uses, strict=True)):
+        if _may_be_packed(checkpoint):
+            _packed_block(loader, MtpModule(model, make_block(model, "meta", used), used, index), index)
+        else:
+            loader.check_shapes(_expected(like[used], loader.stored))
     return list(zip(loaders, uses, strict=True))
 
 
+def _may_be_packed(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config.get("quantization_config") is not None
+
+
+def _packed_block(loader: HeadLoader, module: MtpModule, index: int) -> PackedPart:
+    """The decoder layer of module ``index``, which is on ``meta``, with packed weights where the files have such.
+
+    Names, shapes and dtypes of all tensors of the module are compared.
+    """
+    checkpoint, layout = loader.checkpoint, LAYOUTS[loader.checkpoint.layout]
+    apart = {name: stored for name, stored in loader.stored.items() if not name.startswith(BLOCK)}
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
+    replace(loader, stored=apart).check_shapes({n: shape for n, shape in shapes.items() if not n.startswith(BLOCK)})
+    of_block = (name for name in loader.stored if name not in apart and not COMPUTED.match(name))
+    files = Files(checkpoint.path, checkpoint.config, {loader.shown(name): loader.stored[name] for name in of_block})
+
+    def name_in_block(file: str) -> str:
+        return f"layers.0.{layout.own(checkpoint.config, index, file).removeprefix(BLOCK)}"
+
+    return pack_part(module.block, files, name_in_block, checkpoint.path)
+
+
+def _load_packed(loader: HeadLoader, options: MtpOptions, index: int) -> MtpModule:
+    model = loader.model
+    module = MtpModule(model, make_block(model, "meta", options), options, index)
+    _packed_block(loader, module, index).fill(loader.info.device)
+    rotary, module.block.rotary_emb = getattr(module.block, "rotary_emb", None), None  # the target's, which is made
+    make_buffers(module.block, loader.info.device)
+    module.block.rotary_emb = rotary
+    loader.fill(module, apart=BLOCK)
+    arrange_weights(module)
+    module.block.requires_grad_(False)
+    return module.eval()
+
+
 def load_module(loader: HeadLoader, options: MtpOptions, index: int) -> MtpModule:
-    """Read one module that :func:`check_modules` has passed, on the target's device and in its dtype."""
+    """Read one module that :func:`check_modules` has passed, on the target's device and in its dtype.
+
+    Weights of its decoder layer that are packed stay as they are.
+    """
+    if _may_be_packed(loader.checkpoint):
+        return _load_packed(loader, options, index)
     model, info, stored = loader.model, loader.info, loader.stored
     base: Any = model.base_model
     tensors = {f"layers.0.{name.removeprefix(BLOCK)}": stored[name].read() for name in stored if name.startswith(BLOCK)}

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from specgraph.kernels.packed.chunks import columns_by_chunks
 from specgraph.kernels.packed.format import join_nibbles, nibbles
 from specgraph.kernels.packed.int4_zeros import INT4_ZEROS
 from specgraph.schemes.layout import check_stated
@@ -40,7 +41,8 @@ class Awq(Repacked):
 
     def numbers_of(self, qweight: Tensor) -> Tensor:
         """Of ``[I, O / 8]``."""
-        return join_nibbles(_codes(qweight).t().contiguous(), torch.uint8).view(torch.int32)
+        inputs, outputs = self.features_of(tuple(qweight.shape))
+        return columns_by_chunks(_words_of_outputs, qweight, qweight.new_empty(outputs, inputs // PER_WORD))
 
     def zero_points_of(self, qzeros: Tensor) -> Tensor:
         """Of ``[I / G, O / 8]``."""
@@ -53,6 +55,11 @@ class Awq(Repacked):
     def named_dense(self, name: str) -> bool:
         """Whether an entry of ``ignore`` is the name of the layer or a part of it, as transformers reads it."""
         return named(name, self.ignore)
+
+
+def _words_of_outputs(qweight: Tensor) -> Tensor:
+    """Words of neighbouring inputs ``[O, I / 8]`` of ones of neighbouring outputs ``[I, O / 8]``."""
+    return join_nibbles(_codes(qweight).t().contiguous(), torch.uint8).view(torch.int32)
 
 
 def _codes(words: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specgraph.checkpoints.files import Files, StoredTensor
+from specgraph.checkpoints.modules import is_of_module
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.packed import STACKS
+from specgraph.kernels.packed.chunks import in_chunks
 from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.formats import format_of
 from specgraph.schemes.layers import PackedExperts, PackedLinear
@@ -71,7 +73,7 @@ def by_tensor(model: PreTrainedModel, files: Files, pieces: Iterable[Piece]) -> 
     """
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
-        if piece.unknown is not None and not _is_unread(model, piece):
+        if piece.unknown is not None and not _is_unread(model, files, piece):
             raise UnsupportedModelError(
                 f"{files.path} holds the tensor {piece.name}, which transformers converts by {piece.unknown} for a "
                 f"{type(model).__name__}; only tensors that it renames and matrices that it stacks are read here."
@@ -179,27 +181,36 @@ def _check_tensor(piece: Piece, stored: StoredTensor, wanted: Tensor, model: nn.
             "one of them is of another model."
         )
     allowed = part.dtypes if part else None
-    fits = stored.dtype in allowed if allowed else stored.dtype.is_floating_point == wanted.dtype.is_floating_point
+    fits = stored.dtype in allowed if allowed else _kind(stored.dtype) == _kind(wanted.dtype)
     if not fits:
         of = ", ".join(map(str, allowed)) if allowed else f"{wanted.dtype} or one of its kind"
         raise UnsupportedModelError(f"{piece.name} of {stored.file} is {stored.dtype}; it must be {of}.")
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether a dtype is one of floating-point numbers, and of those of fewer than 16 bits, which need scales."""
+    return dtype.is_floating_point, dtype.is_floating_point and dtype.itemsize < 2
 
 
 def _check_unwanted(piece: Piece, files: Files, model: PreTrainedModel, stacks: Container[str]) -> None:
     """A tensor without a place in the model states the shape of a matrix in a stack, or is not read by transformers."""
     if piece.tensor is None and piece.weight in stacks:
         _check_stated_shape(piece, files, model)
-    elif not _is_unread(model, piece):
+    elif not _is_unread(model, files, piece):
         raise UnsupportedModelError(
             f"{files.path} holds the tensor {piece.name}, which a {type(model).__name__} with its configuration does "
             "not have; remove the tensor, or correct the configuration."
         )
 
 
-def _is_unread(model: PreTrainedModel, piece: Piece) -> bool:
-    """Whether transformers does not read it either: buffers that old files hold, and what the model's class names."""
+def _is_unread(model: PreTrainedModel, files: Files, piece: Piece) -> bool:
+    """Whether transformers does not read it either: buffers that old files hold, what the model's class names, and the
+    tensors of MTP modules, which a drafter reads.
+    """
+    if is_of_module(piece.own, files.config):
+        return True
     patterns = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ()))
-    return any(re.search(pattern, name) for pattern in patterns for name in (piece.name, piece.weight))
+    return any(re.search(pattern, name) for pattern in patterns for name in (piece.own, piece.weight))
 
 
 def check_values(piece: Piece, value: Tensor, part: Part, owner: nn.Module, file: Path) -> None:
@@ -207,9 +218,9 @@ def check_values(piece: Piece, value: Tensor, part: Part, owner: nn.Module, file
     if part.kind == "shape":
         _check_shape(piece.name, value, [owner.out_features, owner.in_features])  # type: ignore[list-item]
     elif part.kind == "scale":
-        _check_scales(piece.name, part.form.scales(value, torch.float32), file)
+        _check_scales(piece.name, value, lambda stored: part.form.scales(stored, torch.float32), file)
     elif part.kind.endswith(" scale"):
-        _check_scales(piece.name, value.float(), file)
+        _check_scales(piece.name, value, Tensor.float, file)
     elif part.kind == "group index":
         _check_groups(piece.name, value, len(getattr(owner, part.form.parts[1])[0]), file)
 
@@ -230,14 +241,23 @@ def _check_shape(name: str, value: Tensor, wanted: list[int]) -> None:
         )
 
 
-def _check_scales(name: str, scales: Tensor, file: Path) -> None:
-    bad = ~(scales.isfinite() & (scales != 0))
-    if bool(bad.any()):
-        place = bad.nonzero()[0].tolist()
-        raise UnsupportedModelError(
-            f"{name} of {file} is {float(scales[tuple(place)])} at {place}; scales must be finite and other than 0, so "
-            "the file is damaged."
-        )
+def _check_scales(name: str, stored: Tensor, meaning: Callable[[Tensor], Tensor], file: Path) -> None:
+    """Scales in float32 take several times the bytes that are stored, so they are made chunk by chunk."""
+    if not any(
+        bool(_is_wrong(meaning(chunk)).any())
+        for chunk in in_chunks(stored.reshape(-1) if stored.dim() == 0 else stored)
+    ):
+        return
+    scales = meaning(stored)
+    place = _is_wrong(scales).nonzero()[0].tolist()
+    raise UnsupportedModelError(
+        f"{name} of {file} is {float(scales[tuple(place)])} at {place}; scales must be finite and other than 0, so "
+        "the file is damaged."
+    )
+
+
+def _is_wrong(scales: Tensor) -> Tensor:
+    return ~(scales.isfinite() & (scales != 0))
 
 
 def _check_groups(name: str, value: Tensor, groups: int, file: Path) -> None:

@@ -30,7 +30,7 @@ class Packed(nn.Module):
     format: str
 
     def _places(self, form: Format) -> list[tuple[str, ...]]:
-        """The names that the tensors of each weight have in a format."""
+        """The names that the tensors of each weight have in a format, in whichever order the weights stand."""
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -38,14 +38,16 @@ class Packed(nn.Module):
         form = format_of(self.format)
         if isinstance(form, Arranged):
             for names, published in zip(self._places(form), self._places(form.published), strict=True):
-                parts = form.restore([destination.pop(f"{prefix}{name}").detach() for name in names])
-                destination.update(zip((f"{prefix}{name}" for name in published), parts, strict=True))
+                if f"{prefix}{names[0]}" in destination:
+                    parts = form.restore([destination.pop(f"{prefix}{name}").detach() for name in names])
+                    destination.update(zip((f"{prefix}{name}" for name in published), parts, strict=True))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         form = format_of(self.format)
         if isinstance(form, Arranged):
             for names, published in zip(self._places(form), self._places(form.published), strict=True):
-                if all(f"{prefix}{name}" in state_dict for name in published):
+                there = all(f"{prefix}{name}" in state_dict for name in published)
+                if there and names[0] in self._parameters:
                     parts = form.arrange([state_dict.pop(f"{prefix}{name}") for name in published])
                     state_dict.update(zip((f"{prefix}{name}" for name in names), parts, strict=True))
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -169,24 +171,40 @@ class PackedExperts(Packed):
 
     @torch.no_grad()
     def arrange(self) -> None:
-        """As :meth:`PackedLinear.arrange`, if all stacks can be sorted."""
-        form, arranged = format_of(self.format), ARRANGED.get(self.format)
-        held: Any = self._parameters
-        weights = [[held[name] for name in names] for names in self._places(form)]
-        if (
-            arranged is None
-            or not arranged.in_stacks
-            or not all(arranged.takes(weight[0].shape[-1] * form.per_element, weight[1]) for weight in weights)
-        ):
+        """As :meth:`PackedLinear.arrange`, if all stacks can be sorted, one stack after the other."""
+        form = self._published()
+        arranged = ARRANGED.get(form.name)
+        if arranged is None or not arranged.in_stacks:
             return
-        made: dict[str, Any] = {}
-        for names, weight in zip(self._places(arranged), weights, strict=True):
-            made |= zip(names, _arranged(arranged, weight), strict=True)
-        gone = {name for names in self._places(form) for name in names} - made.keys()
-        # Another thread that runs the model finds one of both at any time, for it looks for the published one first.
-        self._parameters = held | made
-        self._parameters = {name: value for name, value in (held | made).items() if name not in gone}
+        places = zip(self._places(arranged), self._places(form), strict=True)
+        todo = [(names, published) for names, published in places if published[0] in self._parameters]
+        weights = ([self.get_parameter(name) for name in published[:2]] for _, published in todo)
+        if not all(arranged.takes(numbers.shape[-1] * form.per_element, scale) for numbers, scale in weights):
+            return
         self.format = arranged.name
+        for names, published in todo:
+            self._arrange_stack(arranged, names, published)
+
+    def _arrange_stack(self, form: Arranged, names: Sequence[str], published: Sequence[str]) -> None:
+        """Sort one stack. Nothing here holds it in the published order when this returns."""
+        held: Any = self._parameters
+        made = dict(zip(names, _arranged(form, [held[name] for name in published]), strict=True))
+        # Another thread that runs the model finds the stack in one of both orders at any time, as it looks for the
+        # published one first.
+        self._parameters = held | made
+        gone = set(published) - made.keys()
+        self._parameters = {name: value for name, value in (held | made).items() if name not in gone}
+
+    def dense_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes that the stacks would have if they were not packed, by their names."""
+        form = self._published()
+        found: dict[str, tuple[int, ...]] = {}
+        for names in self._places(format_of(self.format)):
+            experts, outputs, words = self.get_parameter(names[0]).shape
+            matrix = outputs, words * form.per_element
+            stack = names[0].removesuffix(format_of(self.format).stack_parts[0])
+            found[stack] = (experts, *(matrix[::-1] if getattr(self, "is_transposed", False) else matrix))
+        return found
 
     def _published(self) -> Format:
         """The format as files have it."""
@@ -194,8 +212,9 @@ class PackedExperts(Packed):
         return form.published if isinstance(form, Arranged) else form
 
     def _places(self, form: Format) -> list[tuple[str, ...]]:
-        numbers = format_of(self.format).stack_parts[0]
-        held = [stack for stack in STACKS if f"{stack}{numbers}" in self._parameters]
+        published = self._published()
+        orders = published, ARRANGED.get(published.name, published)
+        held = [s for s in STACKS if any(f"{s}{order.stack_parts[0]}" in self._parameters for order in orders)]
         return [tuple(f"{stack}{part}" for part in form.stack_parts) for stack in held]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -217,6 +236,23 @@ def stacks(module: nn.Module) -> Iterator[str]:
         weight = module._parameters.get(name)
         if weight is not None and weight.dim() == 3 and weight.is_floating_point() and weight.dtype.itemsize > 1:
             yield name
+
+
+def dense_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the parameters that a module has, or would have if none of its weights were packed."""
+    found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    for path, layer in module.named_modules():
+        if isinstance(layer, PackedLinear):
+            weights: dict[str, tuple[int, ...]] = {"weight": (layer.out_features, layer.in_features)}
+        elif isinstance(layer, PackedExperts):
+            weights = layer.dense_shapes()
+        else:
+            continue
+        for names in layer._places(format_of(layer.format)):
+            for name in names:
+                del found[f"{path}.{name}"]
+        found |= {f"{path}.{name}": shape for name, shape in weights.items()}
+    return found
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ There is a file for every tool that states it in its own way: :mod:`specgraph.sc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from specgraph.checkpoints.files import Files
 from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.format import Format
 from specgraph.schemes.layers import stack_features, stacks
+from specgraph.schemes.targets import targeted
 
 
 @dataclass(frozen=True)
@@ -97,18 +98,7 @@ class Layout(ABC):
         Raises:
             UnsupportedModelError: some matrices of a mixture would be packed and others not.
         """
-        found = {}
-        for name, module in model.named_modules():
-            held = [f"{name}.{stack}" for stack in stacks(module)]
-            if not held or self.ignores(name, type(module)):
-                continue
-            of = [layer for weight in held for layer in layers.get(weight) or (weight,)]
-            packed = [layer for layer in of if self.packs(layer)]
-            if packed:
-                _check_all(of, packed, name)
-                _check_inputs(self.form, packed[0], name)
-                found[name] = module
-        return found
+        return experts_that(model, layers, self.packs, self.form, self.ignores)
 
     def features(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]:
         """The outputs and the inputs of every matrix that is packed, or of each of a stack, by its name."""
@@ -119,12 +109,55 @@ class Layout(ABC):
         }  # fmt: skip
 
 
+def linears_that(model: nn.Module, layers: Mapping[str, Sequence[str]], packed: Container[str]) -> dict[str, nn.Linear]:
+    """The linear layers of which files hold one of the layers ``packed``, by their names.
+
+    Raises:
+        UnsupportedModelError: one of them cannot be packed by itself.
+    """
+    names = [
+        name for name, _ in model.named_modules()
+        if any(layer in packed for layer in (name, *layers.get(f"{name}.weight", ())))
+    ]  # fmt: skip
+    return targeted(model, names, (), {})
+
+
+def experts_that(
+    model: nn.Module, layers: Mapping[str, Sequence[str]], packs: Callable[[str], bool], form: Format,
+    ignores: Callable[[str, type[nn.Module]], bool] = lambda name, kind: False,
+) -> dict[str, nn.Module]:  # fmt: skip
+    """The mixtures of experts whose stacks are packed, by their names.
+
+    Args:
+        model: the model.
+        layers: for weights of the model, the names that files give their layers.
+        packs: whether the linear layer of an expert is packed that files hold under a name.
+        form: the format.
+        ignores: whether a mixture of this name and class stays as it is.
+
+    Raises:
+        UnsupportedModelError: some matrices of a mixture would be packed and others not.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        held = [f"{name}.{stack}" for stack in stacks(module)]
+        if not held or ignores(name, type(module)):
+            continue
+        of = [layer for weight in held for layer in layers.get(weight) or (weight,)]
+        packed = [layer for layer in of if packs(layer)]
+        if packed:
+            _check_all(of, packed, name)
+            _check_inputs(form, packed[0], name)
+            found[name] = module
+    return found
+
+
 def _check_all(layers: Sequence[str], packed: Sequence[str], name: str) -> None:
     if len(packed) < len(layers):
         dense = next(layer for layer in layers if layer not in packed)
         raise UnsupportedModelError(
-            f"quantization_config names {packed[0]} as packed and not {dense}, which are both in the stacks of {name}; "
-            "all of them must be packed, or none."
+            f"{packed[0]} is packed and {dense} is not, and both are in the stacks of {name}; all of them must be "
+            "packed, or none."
         )
 
 

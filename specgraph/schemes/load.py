@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -62,10 +62,11 @@ def load(
     layout, files = layout.adapted(files, model.state_dict().keys())
     names = Names(model, layout.form, layout.renamed)
     pieces = names.pieces(files.tensors)
-    _pack(model, layout, pieces)
+    layers = layers_of(pieces)
+    pack(model, layout, layout.linears(model, layers), layout.experts(model, layers))
     parts, found = parts_of(model), by_tensor(model, files, pieces)
     aliases = check_names(model, files, parts, found)
-    _fill(model, files, aliases, parts, found, place)
+    fill(model, files, aliases, parts, found, place)
     model.tie_weights(missing_keys=set(aliases), recompute_mapping=False)
     make_buffers(model, place)
     if (path / "generation_config.json").is_file():
@@ -113,14 +114,19 @@ def _empty_model(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         raise not_loaded(f"folder={str(path)!r}", path, error) from error
 
 
-def _pack(model: PreTrainedModel, layout: Layout, pieces: Sequence[Piece]) -> None:
-    """Give the model packed weights, still on ``meta``, where the layout says so."""
-    layers = layers_of(pieces)
+def pack(
+    model: PreTrainedModel, layout: Layout, linears: Mapping[str, nn.Linear], experts: Mapping[str, nn.Module]
+) -> None:
+    """Give a model packed weights, still on ``meta``: those linear layers and mixtures of experts, by their names.
+
+    Raises:
+        UnsupportedModelError: one of them does not fit the format.
+    """
     with torch.device("meta"):
-        for name, layer in layout.linears(model, layers).items():
+        for name, layer in linears.items():
             _check_fits(name, layout, *layer.weight.shape)
             model.set_submodule(name, PackedLinear.empty_as(layer, layout.form, layout.group_size))
-        for name, module in layout.experts(model, layers).items():
+        for name, module in experts.items():
             for stack in stacks(module):
                 _check_fits(f"{name}.{stack}", layout, *stack_features(module, stack))
             empty_experts(module, layout.form, layout.group_size)
@@ -135,12 +141,21 @@ def _check_fits(name: str, layout: Layout, outputs: int, inputs: int) -> None:
 
 
 @torch.no_grad()
-def _fill(
+def fill(
     model: PreTrainedModel, files: Files, aliases: Mapping[str, str], parts: Mapping[str, Part],
     found: Mapping[str, Sequence[Piece]], device: torch.device,
 ) -> None:  # fmt: skip
-    """Read the tensors of the files, one at a time, into the model."""
-    single = _patterns_of_float32(model)
+    """Read the tensors of the files, one at a time, into a model that is on ``meta``.
+
+    Args:
+        model: a model with packed weights.
+        files: the files.
+        aliases: what :func:`~specgraph.schemes.checks.check_names` returned.
+        parts: the tensors of packed weights.
+        found: the tensors of the files by those of the model.
+        device: where the tensors come.
+    """
+    single = _patterns_of_float32(model, parts)
     for name, empty in model.state_dict(keep_vars=True).items():
         if name in aliases:
             _check_alias(name, aliases[name], files, found)
@@ -166,13 +181,14 @@ def _read(piece: Piece, stored: StoredTensor, part: Part | None, owner: nn.Modul
     slot.copy_(value.view(slot.shape))
 
 
-def _patterns_of_float32(model: PreTrainedModel) -> list[re.Pattern[str]]:
+def _patterns_of_float32(model: PreTrainedModel, packed: Container[str]) -> list[re.Pattern[str]]:
     """The names of parameters that stay in float32 in a model of 16 bits, as transformers has it."""
+    dtypes = (p.dtype for name, p in model.named_parameters() if name not in packed and p.is_floating_point())
     always = model._keep_in_fp32_modules_strict or ()
     names = {
         torch.bfloat16: always,
         torch.float16: (*always, *(model._keep_in_fp32_modules or ())),
-    }.get(model.dtype, ())
+    }.get(next(dtypes, model.dtype), ())
     return [re.compile(rf"((^|\.){name}($|\.))") for name in names]
 
 

@@ -9,7 +9,7 @@ scales, and each of them is renamed, stacked and joined as the plain weight woul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ class Piece:
 
     Attributes:
         name: its name in the files.
-        layer: the name that the files give the layer that it is of.
+        own: the name that it would have in files of the model alone.
+        layer: the name that files of the model alone give the layer that it is of.
         weight: the tensor of the model without packed weights to which it belongs.
         tensor: the tensor of the model with packed weights that it is or is a part of. None if a stack has no such
             tensor, as it is with the stated shape of an expert's matrix.
@@ -39,6 +40,7 @@ class Piece:
     """
 
     name: str
+    own: str
     layer: str
     weight: str
     tensor: str | None
@@ -66,10 +68,14 @@ class Names:
         model: the model before its weights are packed.
         form: the format of the packed weights.
         renamed: the parts of the format by the names that files give them, where these are others.
+        own: the name that a tensor of the files would have in files of the model alone.
     """
 
-    def __init__(self, model: PreTrainedModel, form: Format, renamed: Mapping[str, str] | None = None) -> None:
-        self.form, self.renamed = form, renamed or {}
+    def __init__(
+        self, model: PreTrainedModel, form: Format, renamed: Mapping[str, str] | None = None,
+        own: Callable[[str], str] = str,
+    ) -> None:  # fmt: skip
+        self.form, self.renamed, self.own = form, renamed or {}, own
         self.known = model.state_dict()
         self.prefix = model.base_model_prefix
         self.transforms: list[Any] = get_model_conversion_mapping(model)
@@ -85,25 +91,26 @@ class Names:
         return [entry for entry in self.transforms if entry.was_used()]
 
     def _piece(self, name: str) -> Piece:
-        stem, _, leaf = name.rpartition(".")
+        own = self.own(name)
+        stem, _, leaf = own.rpartition(".")
         leaf = self.renamed.get(leaf, leaf)
         part = leaf if leaf in (*self.form.parts, *self.form.beside) else None
-        plain = f"{stem}.weight" if part else name
+        plain = f"{stem}.weight" if part else own
         layer = plain.removesuffix(".weight")
         weight, pattern = rename_source_key(plain, self.renamings, self.converters, self.prefix, self.known)
         if weight not in self.known and plain in self.known:  # files that have the names of the modules already
             weight, pattern = plain, None
         tensor = _packed_name(weight, part, self.form) if part else weight
         if pattern is None:
-            return Piece(name, layer, weight, tensor)
+            return Piece(name, own, layer, weight, tensor)
         converter = next(entry for entry in self.converters if pattern in entry.source_patterns)
         # The converter was given the name that renamings had made.
         renamed, _ = rename_source_key(plain, self.renamings, [])
         place = re.search(pattern.replace("*.", r"(\d+)\.", 1), renamed) if "*." in pattern else None
         if place is None or not stacks_matrices(converter):
-            return Piece(name, layer, weight, tensor, unknown=f"{converter.operations}")
+            return Piece(name, own, layer, weight, tensor, unknown=f"{converter.operations}")
         sources = converter.source_patterns
-        return Piece(name, layer, weight, tensor, int(place[1]), sources.index(pattern), len(sources))
+        return Piece(name, own, layer, weight, tensor, int(place[1]), sources.index(pattern), len(sources))
 
 
 def _packed_name(weight: str, part: str, form: Format) -> str | None:

@@ -21,8 +21,7 @@ from specgraph.errors import UnsupportedModelError
 from specgraph.kernels.packed.int4 import WHOLE_ROW
 from specgraph.schemes.compressed_tensors import CompressedTensors
 from specgraph.schemes.layers import stacks
-from specgraph.schemes.layout import Layout, check_stated
-from specgraph.schemes.targets import targeted
+from specgraph.schemes.layout import Layout, check_stated, linears_that
 
 PARTS = {"qweight": "weight_packed", "scales": "weight_scale", "qzeros": "weight_zero_point", "g_idx": "weight_g_idx"}
 """The parts of a format by the names that files give them."""
@@ -104,8 +103,7 @@ class Repacked(Layout):
 
     def linears(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Linear]:
         """Those whose numbers the files hold."""
-        names = [name for name, _ in model.named_modules() if self.packed & {name, *layers.get(f"{name}.weight", ())}]
-        return targeted(model, names, (), {})
+        return linears_that(model, layers, self.packed)
 
     def ignores(self, name: str, kind: type[nn.Module]) -> bool:
         """The files say all."""

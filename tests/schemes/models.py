@@ -71,18 +71,21 @@ class RoundedLinear(nn.Linear):
         return functional.linear(rounded_rows("fp8_blocks", x).to(x.dtype), self.weight, self.bias)
 
 
-def oracle(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with dense weights, which a loop over the entries of the packed ones gives."""
-    model = copy.deepcopy(model)
+def oracle(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The same model with dense weights, which a loop over the entries of the packed ones gives.
+
+    They have the model's dtype, which is that of its first parameter, unless another one is given.
+    """
+    model, dtype = copy.deepcopy(model), dtype or model.dtype
     for name, layer in packed_layers(model).items():
         kind = RoundedLinear if layer.format.startswith("fp8") else nn.Linear
-        dense = kind(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=model.dtype)
-        dense.weight.data = matrix(layer.format, layer.weight_parts, model.dtype)
+        dense = kind(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype)
+        dense.weight.data = matrix(layer.format, layer.weight_parts, dtype)
         if layer.bias is not None:
             dense.bias.data = layer.bias.data
         model.set_submodule(name, dense)
     for experts in packed_experts(model).values():
-        _restore_stacks(experts, model.dtype)
+        _restore_stacks(experts, dtype)
     del model.config.quantization_config
     return model
 

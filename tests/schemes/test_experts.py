@@ -214,7 +214,7 @@ def test_every_expert_of_a_mixture_may_be_named(tmp_path: Path) -> None:
 def test_a_mixture_is_packed_as_a_whole(tmp_path: Path) -> None:
     model = quantised("qwen3_moe", "int4")
     for ignore in ([GATE], [r"re:.*gate_proj"]):
-        with pytest.raises(UnsupportedModelError, match=r"experts\.\d\.\w+ as packed and not .*experts\.\d\.gate_proj"):
+        with pytest.raises(UnsupportedModelError, match=r"experts\.\d\.\w+ is packed and .*\.\d\.gate_proj is not"):
             specgraph.load(changed(model, tmp_path / ignore[0][:2], state("ignore", ["lm_head", *ignore])))
     with pytest.raises(UnsupportedModelError, match="all of them must be packed, or none"):
         specgraph.quantise(make_model("qwen3_moe"), group_size=8, ignore=("re:.*gate_proj",))
@@ -316,10 +316,11 @@ def test_another_conversion_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_layers_that_the_model_leaves_out_are_not_read(scheme: str, tmp_path: Path) -> None:
-    """Files of deepseek_v3 hold a module for multi-token prediction as one layer more."""
+    """Files of deepseek_v3 hold a module for multi-token prediction as one layer more, which config.json counts."""
     model, pattern = quantised("deepseek_v3", scheme), r"model\.layers\.2.*"
 
-    def change(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["num_nextn_predict_layers"] = count
         beyond = {
             name.replace("layers.1", "layers.2"): tensor.clone()
             for name, tensor in tensors.items()
@@ -327,6 +328,10 @@ def test_layers_that_the_model_leaves_out_are_not_read(scheme: str, tmp_path: Pa
         }
         tensors |= beyond
 
+    count = 1
+    found = specgraph.load(changed(model, tmp_path, change))
+    assert all(torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items())
+    count = 0
     folder = changed(model, tmp_path, change)
     with pytest.raises(UnsupportedModelError, match=r"holds the tensor model\.layers\.2\..*, which"):
         specgraph.load(folder)
