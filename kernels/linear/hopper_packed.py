@@ -287,8 +287,9 @@ def multiply_packed(
     rings: gl.constexpr = (OWN_SLICES * BLOCKS, PARTS, STAGES, WARP_GROUPS, TILES, BYTES)
     if WARP_GROUPS == 1:
         y, second = gl.warp_specialize(
-            [(_multiply_group, (given, sizes, gl.constexpr(0))), (refill, (request, rings))], [1], [_REQUESTING_REGISTERS]
-        )
+            [(_multiply_group, (given, sizes, gl.constexpr(0))), (refill, (request, rings))],
+            [1], [_REQUESTING_REGISTERS],
+        )  # fmt: skip
     else:
         y, second = gl.warp_specialize(
             [
