@@ -118,8 +118,7 @@ def _groups(choice: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
     filled = producer(choice, aten.masked_fill.Scalar)
     if filled is None:
         return choice, {}
-    compared: Any
-    compared, mask, fill = filled.args
+    compared, mask, fill = arguments(filled).values()
     spread = _mask(mask)
     if fill != -math.inf or spread is None:
         raise Mismatch(f"{filled.name} excludes experts in another way than by -inf outside of the best groups")
@@ -131,7 +130,8 @@ def _groups(choice: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
     group_scores, kept = _topk(topk)
     form, source = _group_score(group_scores)
     shape = () if (value := value_of(source)) is None else value.shape
-    if source is None or source.args[0] is not compared or tuple(shape[1:]) != (groups, size):
+    of_all = source is not None and source.args[0] is compared
+    if not of_all or tuple(shape[1:]) != (groups, size):
         raise Mismatch(f"{group_scores.name} is neither the largest score of a group nor the sum of its best two")
     if kept >= groups:
         return compared, {}
