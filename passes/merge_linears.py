@@ -8,7 +8,9 @@ Linear layers of several modules may share weights, as those of a block drafter 
 of the context with them, and another one those of a block. The first module decides the order of the weights in
 memory. In the others, the layers whose weights then follow each other become one.
 
-A weight of several tensors is merged tensor by tensor. Weights of different schemes are not merged with each other.
+A weight of several tensors is merged tensor by tensor. Weights of different schemes are not merged with each other. A
+tensor that says something about the inputs, such as a scale by which they are rounded, must be the same for all. The
+merged layer has a copy of it, so that :mod:`specgraph.runtime.model_guard` notices what is written into one of them.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ def _parts(module: fx.GraphModule, group: list[Linear], placed: set[int]) -> lis
 
     def follow(part: list[Linear]) -> bool:
         kinds = zip(*(linear.tensors(module) for linear in part), strict=True)
-        return all(_adjacent(kind) is not None for kind in kinds)
+        joined = (kind for place, kind in enumerate(kinds) if place not in part[0].scheme.in_common)
+        return all(_adjacent(kind) is not None for kind in joined)
 
     return [part for part in grouped(group, follow) if len(part) > 1]
 
@@ -128,11 +131,14 @@ def _refusal(module: fx.GraphModule, group: list[Linear], readers: dict[int, lis
 
 
 def _merge(module: fx.GraphModule, group: list[Linear]) -> None:
-    first, kinds = group[0].node, zip(*(linear.constants for linear in group), strict=True)
+    first, scheme, kinds = group[0].node, group[0].scheme, zip(*(linear.constants for linear in group), strict=True)
     sizes = [linear.tensors(module)[0].shape[0] for linear in group]
     with module.graph.inserting_before(first):
-        constants = [_merged_attribute(module, [str(node.target) for node in kind]) for kind in kinds]
-    scheme, count = group[0].scheme, len(group[0].weight)
+        constants = [
+            _merged_attribute(module, [str(node.target) for node in kind], in_common=place in scheme.in_common)
+            for place, kind in enumerate(kinds)
+        ]
+    count = len(group[0].weight)
     operands = (group[0].x, *scheme.operands(constants[:count]), *constants[count:])
     merged = insert(first, scheme.traced, operands, dict(scheme.options), name="merged")
     value = value_of(first)
@@ -159,10 +165,11 @@ def _reshape_views(part: fx.Node) -> None:
             _reshape_views(user)
 
 
-def _merged_attribute(module: fx.GraphModule, names: list[str]) -> fx.Node:
-    """A node that reads one tensor, which holds the tensors ``names`` one after the other."""
-    target = _merged_name(names)
-    set_attribute(module, target, merge_storage([get_attribute(module, name) for name in names]))
+def _merged_attribute(module: fx.GraphModule, names: list[str], *, in_common: bool) -> fx.Node:
+    """A node that reads one tensor, which holds the tensors ``names`` one after the other, or is a copy of each."""
+    target, tensors = _merged_name(names), [get_attribute(module, name) for name in names]
+    copied = nn.Parameter(tensors[0].detach().clone(), requires_grad=False) if in_common else None
+    set_attribute(module, target, merge_storage(tensors) if copied is None else copied)
     node = module.graph.get_attr(target)
     node.meta["val"] = get_attribute(module, target)
     return node

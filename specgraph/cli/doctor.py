@@ -282,7 +282,9 @@ def _refused_by(compiler: str) -> str | None:
 
 
 def what_runs() -> Iterator[Finding]:
-    """The lowering that ``auto`` chooses for a model on each device, and the variants of our ops there."""
+    """The lowering that ``auto`` chooses for a model on each device, the variants of our ops there, and how weights in
+    few bits are multiplied.
+    """
     from specgraph.config.lowering import choose_lowering
 
     torch: Any = importlib.import_module("torch")
@@ -295,6 +297,34 @@ def what_runs() -> Iterator[Finding]:
         yield Finding(f"model on {device}", f"lowering={lowering}{captured}, because {reason}")
         for variant, ops in _variants(kind, torch.device(device)).items():
             yield Finding(f"  {variant}", ops)
+        for way, formats in _ways(kind, torch.device(device)).items():
+            yield Finding(f"  packed, {way}", f"{_WAYS[way]}: {', '.join(formats)}")
+
+
+_WAYS = {
+    "hopper": "numbers expanded in registers, in kernels for Hopper where rows are few",
+    "triton": "numbers expanded in registers, in Triton kernels",
+    "few rows": "few rows in bfloat16 by a kernel of PyTorch, more rows with the weight made in float32",
+    "whole": "the weight made in float32 for each product",
+}
+"""What the ways of :mod:`specgraph.kernels.packed.ways` are."""
+
+
+def _ways(kind: str, device: Any) -> dict[str, list[str]]:
+    """The formats of packed weights by the way in which products with them are computed on a device.
+
+    Stacks of experts are named where they have another way than linear layers.
+    """
+    from specgraph.kernels.packed.ways import WAYS, published, way_of
+
+    found: dict[str, list[str]] = {way: [] for way in WAYS}
+    for form in published():
+        way = way_of(form, kind, device)
+        found[way].append(form.name)
+        of_experts = way if form.own_inputs else way_of(form, kind, device, stacked=True)
+        if of_experts != way:
+            found[of_experts].append(f"experts in {form.name}")
+    return {way: formats for way, formats in found.items() if formats}
 
 
 def _places(torch: Any) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import specgraph.kernels.packed.experts
 import specgraph.kernels.packed.linear  # noqa: F401  (both register ops)
 from specgraph.ir.scheme import Scheme
+from specgraph.ir.tensors import equal_tensors
 from specgraph.kernels.packed.format import Format
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
@@ -79,10 +80,21 @@ class Packed(Scheme):
             return None
         return tuple(there)
 
+    @property
+    def in_common(self) -> tuple[int, ...]:
+        """The last one, if it says something about inputs."""
+        return (len(self.form.parts) - 1,) if self.form.own_inputs else ()
+
     def why_not_merged(self, weights: Sequence[Sequence[Tensor]]) -> str | None:
-        """Joined weights have as many groups of inputs, and blocks of outputs end with each of them but the last."""
+        """Joined weights have as many groups of inputs, and blocks of outputs end with each of them but the last.
+
+        What they say about their inputs is the same.
+        """
         if self.form.own_inputs:
-            return f"each of them says {self.form.own_inputs}"
+            own = [weight[-1] for weight in weights]
+            if not all(equal_tensors(own[0], other) for other in own[1:]):
+                return f"each of them says {self.form.own_inputs}, and not all of them the same"
+            weights = [weight[:-1] for weight in weights]
         first, scale = weights[0][:2]
         outputs = self.form.outputs_together(first.shape[1] * self.form.per_element, scale)
         groups = sorted({scale.shape[1] for _, scale, *_ in weights})

@@ -68,11 +68,20 @@ class Scheme:
         """The tensors of a weight, or the nodes that read them, as the ops take them behind ``x``."""
         return tuple(weight)
 
+    @property
+    def in_common(self) -> tuple[int, ...]:
+        """The places among the tensors of a weight of those that merged weights have in common.
+
+        They say something about the inputs, so that there is one of them, a copy, and not all one after the other.
+        :meth:`why_not_merged` sees to it that they are equal.
+        """
+        return ()
+
     def why_not_merged(self, weights: Sequence[Sequence[Tensor]]) -> str | None:
         """Why weights cannot be joined tensor by tensor along dimension 0; None if they can.
 
-        Each tensor has to have a row for every output. A scheme with a scale for each block of outputs, for example,
-        overrides this, and allows what it can: weights whose blocks end with them.
+        Each tensor but those of :attr:`in_common` has to have a row for every output. A scheme with a scale for each
+        block of outputs, for example, overrides this, and allows what it can: weights whose blocks end with them.
         """
         if any(tensor.shape[:1] != weight[0].shape[:1] for weight in weights for tensor in weight):
             return f"a tensor of {self.name} weights does not have a row for every output"

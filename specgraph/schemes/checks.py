@@ -243,10 +243,8 @@ def _check_shape(name: str, value: Tensor, wanted: list[int]) -> None:
 
 def _check_scales(name: str, stored: Tensor, meaning: Callable[[Tensor], Tensor], file: Path) -> None:
     """Scales in float32 take several times the bytes that are stored, so they are made chunk by chunk."""
-    if not any(
-        bool(_is_wrong(meaning(chunk)).any())
-        for chunk in in_chunks(stored.reshape(-1) if stored.dim() == 0 else stored)
-    ):
+    chunks = in_chunks(stored) if stored.dim() else [stored]
+    if not any(bool(_is_wrong(meaning(chunk)).any()) for chunk in chunks):
         return
     scales = meaning(stored)
     place = _is_wrong(scales).nonzero()[0].tolist()

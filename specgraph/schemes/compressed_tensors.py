@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from specgraph.checkpoints.files import Files, StoredTensor
@@ -33,9 +34,15 @@ FORMATS: dict[str, tuple[Format, dict[str, Any]]] = {
 }  # fmt: skip
 """What ``format`` says, the format of the weights, and what each of their properties has to be."""
 INTEGERS: dict[tuple[bool, bool], Format] = {
-    (True, False): INT4, (False, False): INT4_ZEROS, (False, True): INT4_ACT_ORDER,
+    (True, False): INT4, (False, False): INT4_ZEROS, (True, True): INT4_ACT_ORDER, (False, True): INT4_ACT_ORDER,
 }  # fmt: skip
-"""The formats of integers: by whether they are symmetric, and whether files say which inputs are a group."""
+"""The formats of integers: by whether they are symmetric, and whether files say which inputs are a group.
+
+The last one counts for saving: integers in groups of any inputs have zero points here, all in the middle if files have
+none.
+"""
+MIDDLE = -(2**31) + 0x08888888
+"""Eight zero points in the middle, in an int32."""
 _NONE = ("input_activations", "output_activations")
 """What would be quantised beside weights."""
 
@@ -49,6 +56,7 @@ class CompressedTensors(Layout):
         ignore: the same for layers that stay as they are, whatever ``targets`` says.
         per_tensor: whether the files that are read have one scale for each matrix.
         words: whether their numbers of eight bits stand in int32.
+        middle: whether files have no zero points, and the format has: all in the middle.
     """
 
     method: ClassVar[str] = "compressed-tensors"
@@ -57,6 +65,7 @@ class CompressedTensors(Layout):
     targets: tuple[str, ...] = ("Linear",)
     per_tensor: bool = False
     words: bool = False
+    middle: bool = False
 
     @classmethod
     def read(cls, stated: Mapping[str, Any]) -> CompressedTensors:
@@ -90,7 +99,8 @@ class CompressedTensors(Layout):
             raise UnsupportedModelError(
                 f"{label}.weights.group_size of quantization_config is {size!r}; it must be 1 or more."
             )
-        return cls(form, size, *patterns)
+        middle = form is INT4_ACT_ORDER and weights.get("symmetric") is not False
+        return cls(form, size, *patterns, middle=middle)
 
     def stated(self) -> dict[str, Any]:
         """One group of linear layers."""
@@ -115,7 +125,9 @@ class CompressedTensors(Layout):
         return name, {**weights, **of_integers.get(self.form, {"group_size": self.group_size}), "dynamic": False}
 
     def adapted(self, files: Files, known: Container[str]) -> tuple[CompressedTensors, Files]:
-        """Words become integers, and one scale of a matrix that of each of its outputs, so that these can be joined."""
+        """Words become integers, one scale of a matrix that of each of its outputs, so that these can be joined, and
+        layers get the zero points that they lack.
+        """
         single = (*self.form.of_matrix, *(("weight_scale",) if self.per_tensor else ()))
         tensors = unpacked(files.tensors) if self.words else dict(files.tensors)
         for name, scale in files.tensors.items():
@@ -125,11 +137,13 @@ class CompressedTensors(Layout):
                 tensors[name] = _repeated(name, scale, numbers.shape[0])
             elif leaf == "input_scale" and scale.shape == ():
                 tensors[name] = scale.converted((1,), lambda value: value.reshape(1))
+            elif leaf == "weight_scale" and self.middle and len(scale.shape) == 2:
+                tensors[f"{layer}.weight_zero_point"] = _in_the_middle(scale, files, layer)
         return self, dataclasses.replace(files, tensors=tensors)
 
     def kept(self, stated: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
         """What was written anew while it was read is saved as it is held."""
-        return self.stated() if self.per_tensor or self.words else stated
+        return self.stated() if self.per_tensor or self.words or self.middle else stated
 
     def linears(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, nn.Linear]:
         """Those that ``targets`` matches and ``ignore`` does not."""
@@ -153,17 +167,26 @@ def _repeated(name: str, scale: StoredTensor, outputs: int) -> StoredTensor:
     return scale.converted((outputs, 1), lambda value: value.expand(outputs, 1))
 
 
+def _in_the_middle(scale: StoredTensor, files: Files, layer: str) -> StoredTensor:
+    """The zero points of a layer of symmetric integers with these scales ``[O, I / G]``."""
+    if f"{layer}.weight_zero_point" in files.tensors:
+        raise UnsupportedModelError(
+            f"{scale.file} holds the tensor {layer}.weight_zero_point, and quantization_config says that integers are "
+            "symmetric; remove the tensor, or correct the configuration."
+        )
+    shape = -(-scale.shape[0] // 8), scale.shape[1]
+    return StoredTensor(shape, torch.int32, scale.file, lambda: torch.full(shape, MIDDLE, dtype=torch.int32))
+
+
 def _integers(
     weights: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> tuple[Format, dict[str, Any], Mapping[str, Any]]:
     """The format of integers, what has to be stated for it, and what is stated, with the size of a group.
 
-    Integers are symmetric or not, and have several groups in a row or one. Only those with zero points are in groups of
-    any inputs.
+    Integers are symmetric or not, in groups of neighbouring inputs or of any, and have several groups in a row or one.
     """
     symmetric, act_order = weights.get("symmetric") is not False, weights.get("actorder") == "group"
-    form = INTEGERS.get((symmetric, act_order), INT4)
-    own = {"symmetric": symmetric, **({"actorder": None} if symmetric and act_order else {})}
+    form, own = INTEGERS[symmetric, act_order], {"symmetric": symmetric}
     if weights.get("strategy") == "channel":
         return form, {**wanted, **own, "strategy": "channel"}, {**weights, "group_size": WHOLE_ROW}
     return form, {**wanted, **own}, weights

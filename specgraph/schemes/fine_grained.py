@@ -1,4 +1,9 @@
-"""The layout of DeepSeek's and Qwen's checkpoints in fp8: blocks of 128 x 128, and activations quantised by row."""
+"""The layout of DeepSeek's and Qwen's checkpoints in fp8: blocks of 128 x 128, and activations quantised by row.
+
+AutoFP8 has the same ``quant_method`` for another one: a scale for each matrix, ``weight_scale``, and one for the inputs
+of each layer, ``input_scale``. compressed-tensors has the same numbers in ``float-quantized``, in which such a model
+is saved.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from specgraph.kernels.packed.eights import FP8_STATIC
 from specgraph.kernels.packed.fp8 import BLOCK, FP8_BLOCKS
+from specgraph.schemes.compressed_tensors import CompressedTensors
 from specgraph.schemes.layout import Layout, check_stated
 from specgraph.schemes.targets import named, targeted
 
@@ -26,8 +33,10 @@ class FineGrained(Layout):
     ignore: tuple[str, ...] = ("lm_head",)
 
     @classmethod
-    def read(cls, stated: Mapping[str, Any]) -> FineGrained:
-        """The layout that a ``quantization_config`` states."""
+    def read(cls, stated: Mapping[str, Any]) -> Layout:
+        """The layout that a ``quantization_config`` states: this one, or that of AutoFP8 without blocks."""
+        if stated.get("weight_block_size") is None and stated.get("activation_scheme") == "static":
+            return _read_static(stated)
         size = stated.get("weight_block_size")
         check_stated("weight_block_size", [*size] if isinstance(size, (list, tuple)) else size, [BLOCK, BLOCK])
         check_stated("activation_scheme", stated.get("activation_scheme", "dynamic"), "dynamic")
@@ -54,3 +63,10 @@ class FineGrained(Layout):
     def ignores(self, name: str, kind: type[nn.Module]) -> bool:
         """Whether an entry of ``ignore`` is the name or a part of it, as transformers reads it."""
         return named(name, self.ignore)
+
+
+def _read_static(stated: Mapping[str, Any]) -> CompressedTensors:
+    """What AutoFP8 states. It never packs the head of a model, and names layers by ``ignored_layers``."""
+    check_stated("kv_cache_scheme", stated.get("kv_cache_scheme"), None)
+    ignored = (r"re:(.*\.)?lm_head$", *(stated.get("ignored_layers") or ()))
+    return CompressedTensors(FP8_STATIC, None, ignored, per_tensor=True)

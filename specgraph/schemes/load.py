@@ -30,11 +30,11 @@ def load(
     compressed-tensors for numbers of four bits (``pack-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``)
     or for e4m3 and integers of eight bits with a scale for each output or matrix (``float-quantized``,
     ``int-quantized``, ``naive-quantized``, ``pack-quantized``; activations are quantised by row, by a scale of the
-    layer or not at all), that of gpt-oss (``mxfp4``), that of DeepSeek's and Qwen's models
-    in fp8 with blocks of 128 x 128, or those of AWQ and GPTQ for four bits, which are saved in that of
-    compressed-tensors. Models that :func:`specgraph.quantise` made are in one of them. Weights are not dequantised, and
-    no quantiser's package is needed. Files may name tensors as transformers renames them while it loads, and hold a
-    matrix for each expert where the model has a stack. Another checkpoint is loaded by transformers.
+    layer or not at all), that of gpt-oss (``mxfp4``), that of DeepSeek's and Qwen's models in fp8 with blocks of
+    128 x 128, that of AutoFP8 with static activations, or those of AWQ and GPTQ for four bits. The last three are saved
+    in that of compressed-tensors. Models that :func:`specgraph.quantise` made are in one of them. Weights are not
+    dequantised, and no quantiser's package is needed. Files may name tensors as transformers renames them while it
+    loads, and hold a matrix for each expert where the model has a stack. Another checkpoint is loaded by transformers.
 
     Args:
         folder: with ``config.json`` and safetensors, in one file or several that an index names.

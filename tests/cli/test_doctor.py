@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specgraph.cli import doctor, main
+from specgraph.kernels.packed import experts, linear
+from specgraph.kernels.packed.formats import ARRANGED, FORMATS
 
 Done = subprocess.CompletedProcess[str]
 WORKS = '{"lowering": "eager", "cuda_graph": false, "seconds": 2.0}'
@@ -68,6 +71,37 @@ def test_it_says_what_runs(decoded: list[tuple[str, str]], capsys: pytest.Captur
                                                       "Decoding")]  # fmt: skip
     assert ("cpu", "auto") in decoded
     assert "model on cpu" in shown and "paged_attention" in shown and "not known" not in shown
+
+
+def shown_ways(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The formats of packed weights that a report names, by their way."""
+    lines = capsys.readouterr().out.splitlines()
+    return {line[:20].strip().removeprefix("packed, "): line.rpartition(": ")[2] for line in lines
+            if line.startswith("  packed, ")}  # fmt: skip
+
+
+def test_it_says_how_packed_weights_are_multiplied(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "decode=false"]) == 0
+    found = shown_ways(capsys)
+    if not torch.cuda.is_available():
+        assert found["few rows"] == "int4" and "experts in int4" in found["whole"] and "mxfp4" in found["whole"]
+    arranged = {form.name for form in ARRANGED.values()}
+    named = {name for formats in found.values() for name in formats.split(", ")}
+    assert {name for name in named if not name.startswith("experts in ")} == FORMATS.keys() - arranged
+
+
+@pytest.mark.parametrize("is_hopper", [False, True])
+def test_the_ways_of_a_gpu_are_what_the_ops_choose(is_hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without one: the ops are asked about tensors that are elsewhere."""
+    for module in (linear, experts):
+        monkeypatch.setattr(module, "runs_gluon", lambda _: is_hopper)
+    found = doctor._ways("cuda", torch.device("cpu"))
+    expanded = ["int4", "mxfp4", "fp8_blocks"]
+    if is_hopper:
+        assert (found["hopper"], found["triton"]) == (expanded, ["experts in int4", "experts in fp8_blocks"])
+    else:
+        assert "hopper" not in found and found["triton"] == expanded
+    assert "few rows" not in found and {"nvfp4", "int4_zeros", "fp8_static"} <= {*found["whole"]}
 
 
 def test_every_optional_package_has_a_purpose(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,9 +30,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "awq": AWQ, "gptq": GPTQ, "gptq_v2": {**GPTQ, "checkpoint_format": "gptq_v2"},
     "symmetric": {**GPTQ, "sym": True}, "act-order": {**GPTQ, "desc_act": True},
     "symmetric act-order": {**GPTQ, "desc_act": True, "sym": True},
+    "act-order of inputs": {**GPTQ, "desc_act": True},
     "awq rows": {**AWQ, "group_size": -1}, "gptq rows": {**GPTQ, "group_size": -1},
 }  # fmt: skip
-"""What configurations state."""
+"""What configurations state. The last act-order is the same for all layers that read one input, as GPTQ finds it."""
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs stands in each place of a word of AWQ."""
 
@@ -60,8 +62,11 @@ def matrix(stated: Mapping[str, Any], layer: Mapping[str, Tensor]) -> Tensor:
     return torch.tensor(entries, dtype=torch.float64)
 
 
-def random_layer(kind: str, outputs: int, inputs: int, seed: int) -> dict[str, Tensor]:
-    """The tensors of a layer: random words, and scales of which all are positive."""
+def random_layer(kind: str, outputs: int, inputs: int, seed: int, of_inputs: int = 0) -> dict[str, Tensor]:
+    """The tensors of a layer: random words, and scales of which all are positive.
+
+    ``of_inputs`` is the seed of an order that is that of inputs.
+    """
     stated, generator = KINDS[kind], torch.Generator().manual_seed(seed)
     size = inputs if stated["group_size"] == -1 else stated["group_size"]
     groups = inputs // size
@@ -77,7 +82,8 @@ def random_layer(kind: str, outputs: int, inputs: int, seed: int) -> dict[str, T
         return {"qweight": words(inputs, outputs // 8), "qzeros": zeros, "scales": scales}
     order = torch.arange(inputs)
     if stated["desc_act"]:
-        order = torch.randperm(inputs, generator=generator)
+        source = torch.Generator().manual_seed(of_inputs) if kind.endswith("of inputs") else generator
+        order = torch.randperm(inputs, generator=source)
     index = (order // size).to(torch.int32)
     return {"qweight": words(inputs // 8, outputs), "qzeros": zeros, "scales": scales, "g_idx": index}
 
@@ -92,7 +98,8 @@ def _written(architecture: str, kind: str) -> tuple[dict[str, Tensor], dict[str,
     for seed, name in enumerate(sorted(dense)):
         if name.endswith("_proj.weight"):
             del packed[name]
-            layer, path = random_layer(kind, *dense[name].shape, seed=seed), name.removesuffix("weight")
+            of_inputs = sorted(dense).index(re.sub("[kv]_proj", "q_proj", name).replace("up_proj", "gate_proj"))
+            layer, path = random_layer(kind, *dense[name].shape, seed, of_inputs), name.removesuffix("weight")
             packed |= {f"{path}{leaf}": tensor for leaf, tensor in layer.items()}
             dense[name] = matrix(KINDS[kind], layer)
     return packed, dense, config

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ from transformers import PreTrainedModel
 
 import specgraph
 from specgraph.checkpoints.files import open_files
-from specgraph.errors import UnsupportedModelError
+from specgraph.errors import InputError, UnsupportedModelError
+from specgraph.ir.linear import linears
 from specgraph.kernels.packed.eights import (
     FP8_CHANNEL,
     FP8_STATIC,
@@ -171,13 +175,26 @@ def test_one_scale_of_a_matrix_is_that_of_all_its_outputs(architecture: str, tmp
 
 STATIC = {FP8_TOKEN: FP8_STATIC, INT8_TOKEN: INT8_STATIC}
 INPUT = f"{PROJECTION}.input_scale"
+OWN = "each of them says by which scale its inputs are rounded, and not all of them the same"
 every_static = pytest.mark.parametrize("form", STATIC, ids=lambda form: STATIC[form].name)
 
 
-def static(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Files with a scale for the inputs of each layer, by which some of their entries are too large."""
-    for place, name in enumerate(sorted(name for name in tensors if name.endswith("weight_scale"))):
-        tensors[f"{name.removesuffix('weight_scale')}input_scale"] = torch.tensor([0.002 + place / 5000])
+def input_scales(names: Iterable[str], *, equal: bool) -> dict[str, Tensor]:
+    """A scale for the inputs of each layer, by which some of their entries are too large.
+
+    It is equal for layers of one input, or different for every layer.
+    """
+    layers = sorted(name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale"))
+    inputs = [re.sub("[kv]_proj$", "q_proj", name).replace("up_proj", "gate_proj") for name in layers]
+    places = inputs if equal else layers
+    return {
+        f"{layer}.input_scale": torch.tensor([0.002 + sorted(set(places)).index(place) / 5000])
+        for layer, place in zip(layers, places, strict=True)
+    }
+
+
+def static(tensors: dict[str, Tensor], config: dict[str, Any], *, equal: bool = False) -> None:
+    tensors |= input_scales(tensors, equal=equal)
     group = config["quantization_config"]["config_groups"]["group_0"]
     group["input_activations"].update({"strategy": "tensor", "dynamic": False})
 
@@ -191,11 +208,14 @@ class ByPackage(nn.Linear):
         return functional.linear(rows, self.weight)
 
 
+@pytest.mark.parametrize("equal", [False, True])
 @every_static
-def test_rows_are_rounded_by_the_scale_of_a_layer_as_by_compressed_tensors(form: EightBits, tmp_path: Path) -> None:
-    """Layers of one input, whose scales differ, are not merged. Tokens are those of the package's rounding."""
+def test_rows_are_rounded_by_the_scale_of_a_layer_as_by_compressed_tensors(
+    form: EightBits, equal: bool, tmp_path: Path
+) -> None:
+    """Layers of one input are merged if their scales are equal. Tokens are those of the package's rounding."""
     kind, prompts = "float" if form is FP8_TOKEN else "int", ragged_prompts()
-    folder = changed(packed(form), tmp_path / "first", static)
+    folder = changed(packed(form), tmp_path / "first", functools.partial(static, equal=equal))
     model = specgraph.load(folder, dtype=torch.float64)
     assert {layer.format for layer in packed_layers(model).values()} == {STATIC[form].name}
     theirs = QuantizationConfig.model_validate(model.config.quantization_config).config_groups["group_0"]
@@ -211,11 +231,19 @@ def test_rows_are_rounded_by_the_scale_of_a_layer_as_by_compressed_tensors(form:
     tokens_of = forward_greedy(expected, prompts, 8)
     config = {**CONFIG, "lowering": {"name": "gpu"}, "draft": {"kind": "ngram", "num_speculative_tokens": 3}}
     decoder = specgraph.compile_speculative(model, config)
-    assert "each of them says by which scale its inputs are rounded" in misses(decoder, "merge_linears")
+    assert misses(decoder, "merge_linears") == (set() if equal else {OWN})
+    graph = [*decoder.stages.values()][-1].modules.unchanged["target"].graph
+    assert sum(linear.scheme.name == STATIC[form].name for linear in linears(graph)) == 2 * (4 if equal else 7)
     tokens = decoder.generate(prompts, max_new_tokens=8, eos_token_id=[])
     assert_same_tokens(expected, prompts, tokens.new_tokens, tokens_of)
     assert_equal_models(specgraph.load(saved(model, tmp_path / "second"), dtype=torch.float64), model)
     assert read_layout(model.config.quantization_config) == CompressedTensors(STATIC[form])
+    for name in ("layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj") if equal else ():
+        made = specgraph.compile_speculative(model, config)
+        with torch.no_grad():
+            model.get_parameter(f"model.{name}.input_scale").mul_(2)
+        with pytest.raises(InputError, match=rf"{name}\.input_scale, of which the decoder reads a copy"):
+            made.generate(prompts, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +266,50 @@ def test_scales_of_inputs_that_do_not_fit_are_refused(
         specgraph.load(changed(packed(FP8_TOKEN, architecture), tmp_path, both))
     with pytest.raises(ValueError, match=r"input_scale is torch.float32 \[2\]; they must be a matrix, and \[1\]"):
         FP8_STATIC.check([*FP8_TOKEN.quantise(normal(5, 32)), torch.ones(2)])
+
+
+def by_auto_fp8(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Files as AutoFP8 has them: single numbers as scales of a matrix and of the inputs of a layer."""
+    tensors |= {name: x.reshape(()) for name, x in input_scales(tensors, equal=True).items()}
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[name] = tensors[name].amax()
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": ["lm_head"],
+    }
+
+
+def test_the_files_of_auto_fp8_are_those_of_compressed_tensors(tmp_path: Path) -> None:
+    """With another configuration. The head is never packed, though older files do not name it."""
+
+    def alike(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        stated = config["quantization_config"]
+        by_auto_fp8(tensors, config)
+        group = stated["config_groups"]["group_0"]
+        group["weights"]["strategy"] = "tensor"
+        group["input_activations"].update({"strategy": "tensor", "dynamic": False})
+        config["quantization_config"] = stated
+
+    def unnamed(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        by_auto_fp8(tensors, config)
+        del config["quantization_config"]["ignored_layers"]
+
+    model, prompt = packed(FP8_TOKEN), ragged_prompts()[1][None]
+    expected = specgraph.load(changed(model, tmp_path / "theirs", alike))
+    for name, change in (("auto", by_auto_fp8), ("unnamed", unnamed)):
+        found = specgraph.load(changed(model, tmp_path / name, change))
+        assert_equal_models(found, expected)
+        assert {layer.format for layer in packed_layers(found).values()} == {FP8_STATIC.name}
+        assert torch.equal(found(prompt).logits, expected(prompt).logits)
+        assert_equal_models(specgraph.load(saved(found, tmp_path / f"{name} again")), expected)
+
+    def dynamic(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        by_auto_fp8(tensors, config)
+        config["quantization_config"]["activation_scheme"] = "dynamic"
+
+    with pytest.raises(UnsupportedModelError, match=r"weight_block_size of quantization_config is None; allowed is"):
+        specgraph.load(changed(model, tmp_path / "dynamic", dynamic))
 
 
 def in_words(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

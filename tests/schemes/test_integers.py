@@ -37,7 +37,8 @@ from tests.schemes.models import packed_experts, packed_layers
 
 FORMATS = {
     "awq": "int4_zeros", "gptq": "int4_zeros", "gptq_v2": "int4_zeros", "symmetric": "int4",
-    "act-order": "int4_act_order", "symmetric act-order": "int4_act_order", "awq rows": "int4_zeros",
+    "act-order": "int4_act_order", "symmetric act-order": "int4_act_order",
+    "act-order of inputs": "int4_act_order", "awq rows": "int4_zeros",
     "gptq rows": "int4_zeros",
 }  # fmt: skip
 """The format of each kind of files."""
@@ -263,6 +264,30 @@ def test_files_of_compressed_tensors_that_do_not_fit_are_refused(
         specgraph.load(changed_files(model, tmp_path / "again", change))
 
 
+def symmetric(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """As files of symmetric integers in act-order are, which have no zero points."""
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = True
+    drop(*[name for name in tensors if name.endswith("zero_point")])(tensors, config)
+
+
+def test_symmetric_integers_in_act_order_get_zero_points_in_the_middle(tmp_path: Path) -> None:
+    packed, meant = files(tmp_path, "symmetric act-order")
+    model = specgraph.load(packed)
+    found = specgraph.load(changed_files(model, tmp_path / "symmetric", symmetric))
+    assert_equal_models(found, model)
+    assert not differing(found, by_transformers(meant))
+    weights = found.config.quantization_config["config_groups"]["group_0"]["weights"]
+    assert (weights["symmetric"], weights["actorder"]) == (False, "group")
+    assert_equal_models(specgraph.load(saved(found, tmp_path / "again")), model)
+
+    def contradicting(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        symmetric(tensors, config)
+        tensors[f"{WEIGHT}_zero_point"] = torch.zeros(4, 6, dtype=INT)
+
+    with pytest.raises(UnsupportedModelError, match=rf"holds the tensor {WEIGHT}_zero_point, and .* are symmetric"):
+        specgraph.load(changed_files(model, tmp_path / "both", contradicting))
+
+
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
@@ -325,14 +350,14 @@ def compiled(model: PreTrainedModel, draft: PreTrainedModel | None = None) -> sp
     return specgraph.compile_speculative(model, {**config, "pipeline": {"verify": True}}, draft=draft)
 
 
-@pytest.mark.parametrize("kind", ["awq", "act-order"])
+@pytest.mark.parametrize("kind", ["awq", "act-order", "act-order of inputs"])
 def test_layers_are_merged_unless_their_inputs_are_in_orders_of_their_own(kind: str, tmp_path: Path) -> None:
     made = compiled(specgraph.load(files(tmp_path, kind)[0]))
     graph = [*made.stages.values()][-1].modules.unchanged["target"].graph
     found = [linear for linear in linears(graph) if linear.scheme.name == FORMATS[kind]]
-    assert len(found) == (2 * 4 if kind == "awq" else 2 * 7)
-    own = {"each of them says which of its inputs are a group"}
-    assert misses(made, "merge_linears") == (set() if kind == "awq" else own)
+    assert len(found) == (2 * 7 if kind == "act-order" else 2 * 4)
+    own = {"each of them says which of its inputs are a group, and not all of them the same"}
+    assert misses(made, "merge_linears") == (own if kind == "act-order" else set())
 
 
 @pytest.mark.parametrize(("architecture", "kind"), [("llama", "act-order"), ("qwen3_moe", "awq")])

@@ -205,7 +205,6 @@ FP8: dict[str, Any] = FineGrained(FP8_BLOCKS).stated()
         (_weights(type="float"), "group_0.weights.type .* 'float'; allowed is 'int'"),
         (_weights(symmetric=None), "group_0.weights.symmetric .* None; allowed is True"),
         (_weights(strategy="tensor"), "group_0.weights.strategy .* 'tensor'; allowed is 'group'"),
-        (_weights(actorder="group"), "group_0.weights.actorder .* 'group'; allowed is None"),
         (_weights(group_size=0), "group_0.weights.group_size .* 0"),
         (_weights(group_size=None), "group_0.weights.group_size .* None"),
         ({**STATED, "format": "mxfp4-pack-quantized"}, "group_0.format .* 'pack-quantized'; allowed is 'mxfp4-pack-q"),
