@@ -6,14 +6,16 @@ Nothing is launched, so that what tests compute is zeros and whether they pass i
 kernel does not compile. The interpreter, which the tests use otherwise, takes much that the compiler refuses: a
 variable whose shape changes in a branch, for one.
 
-Triton's front end, which refuses such things, takes every variant of a kernel. Its back end, which takes three quarters
-of the time, compiles one variant for every combination of the types of the arguments and the number of warps and
-stages; the others differ from it in constants alone.
+Triton's front end, which refuses such things, takes a variant of a kernel if one of its arguments has a new type or
+constant, or two of them have types or constants that have not met (:func:`_features`). Its back end, which takes most
+of the time of a variant, compiles those with new types of the arguments or a new number of warps and stages; the others
+differ from these in constants alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import traceback
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
@@ -29,10 +31,14 @@ from specgraph.kernels import launch
 
 COMPILED: Counter[str] = Counter()
 FAILED: dict[str, str] = {}
+PHASES: Counter[str] = Counter()
+"""How many variants the back end has compiled, the front end alone has taken, and neither was given."""
+SEEN: set[object] = set()
+"""The variants that tests have launched, by kernel and Triton's key."""
 WHOLE: set[object] = set()
-"""What the back end has compiled: a kernel, the types of its arguments, and the number of warps and stages."""
+"""What the back end has compiled: a kernel, and the types of its arguments or the number of warps and stages."""
 TAKEN: set[object] = set()
-"""The variants that the front end has taken."""
+"""What the front end has taken, as :func:`_features` has it."""
 
 
 class _Taken(Exception):
@@ -62,15 +68,32 @@ def _types(kinds: Iterable[Any]) -> Iterator[str]:
             yield kind
 
 
+def _features(kernel: Any, signature: dict[str, str], constants: dict[Any, Any]) -> set[object]:
+    """What the front end may take in another way: each type and constant of a variant, and every two of them.
+
+    Of two numbers, it matters whether they are 0, 1 or larger: branches and shapes depend on that, and sizes by
+    themselves.
+    """
+    found = [(place, repr(value)) for place, value in (*signature.items(), *constants.items())]
+    kinds = [(place, "larger" if value.isdecimal() and value not in "01" else value) for place, value in found]
+    return {(kernel, one) for one in found} | {(kernel, pair) for pair in itertools.combinations(kinds, 2)}
+
+
 def _do_compile(kernel: Any, key: str, signature: dict[str, str], device: int, constants: Any, options: Any,
                 *rest: Any) -> Any:  # fmt: skip
-    group = (kernel, tuple(_types(signature.values())), options.num_warps, options.num_stages)
+    if (kernel, key) in SEEN:
+        return None
+    SEEN.add((kernel, key))
+    whole = {(kernel, tuple(_types(signature.values()))), (kernel, options.num_warps, options.num_stages)}
+    features = _features(kernel, signature, constants)
     given = (key, signature, device, constants, options, *rest)
-    if group not in WHOLE:
-        WHOLE.add(group)
+    phase = "whole" if not whole <= WHOLE else "front end" if not features <= TAKEN else "neither"
+    PHASES[phase] += 1
+    WHOLE.update(whole)
+    TAKEN.update(features)
+    if phase == "whole":
         return _DO_COMPILE(kernel, *given)
-    if (kernel, key) not in TAKEN:
-        TAKEN.add((kernel, key))
+    if phase == "front end":
         knobs.runtime.add_stages_inspection_hook = _front_end_alone
         try:
             return _DO_COMPILE(kernel, *given)  # what has no front end of its own is compiled
@@ -109,6 +132,7 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     for name, error in FAILED.items():
         print(f"\n{name} does not compile:\n{error}")
-    print(f"\n{len(WHOLE)} variants compiled by the back end, {len(TAKEN)} more taken by the front end")
+    print("\n{whole} variants compiled by the back end, {front end} more taken by the front end, {neither} by neither"
+          .format_map(PHASES))  # fmt: skip
     print("compiled: " + ", ".join(f"{name} {count}" for name, count in sorted(COMPILED.items())))
     session.exitstatus = pytest.ExitCode.TESTS_FAILED if FAILED or not COMPILED else pytest.ExitCode.OK

@@ -9,18 +9,22 @@ not promise. Nor does the interpreter multiply matrices of bfloat16, of which it
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
 def speed_up() -> None:
     """Change the interpreter of this process. Called once, before a kernel runs."""
     _patch_once_per_launch()
+    _pass_on_arguments()
     _remember_types()
+    _remember_sizes()
     _round_to_bfloat16()
     _sum_in_steps()
     # Without debug, the assertion that no integer overflows is dropped after all that it needs has been computed.
@@ -54,9 +58,30 @@ def _patch_once_per_launch() -> None:
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_anew
 
 
+def _pass_on_arguments() -> None:
+    """Call a function of the language with the arguments that it was given, and not with a copy of each of its options.
+
+    A check that the interpreter is at hand, which it is, stands around most functions.
+    """
+    checked = core.builtin(len).__code__
+
+    def give(owner: object, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic, plain = interpreter.TritonSemantic(builder), member
+        if getattr(member, "__code__", None) is checked:
+            plain = member.__wrapped__
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return plain(*args, **options)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = give
+
+
 def _remember_types() -> None:
     """Make the type of a block, of a shape and of NumPy's elements once, and not for each value: they never change."""
-    block, sizes, numpy = core.block_type.__init__, core._type_for_tuple_values, interpreter._get_np_dtype
+    block, of_tuple, numpy = core.block_type.__init__, core._type_for_tuple_values, interpreter._get_np_dtype
     blocks: dict[Any, dict[str, Any]] = {}
     tuples: dict[Any, Any] = {}
     elements: dict[str, Any] = {}
@@ -68,15 +93,16 @@ def _remember_types() -> None:
             return
         if key not in blocks:
             block(self, element, shape)
-            blocks[key] = dict(self.__dict__)
+            sizes = core.tuple([core.constexpr(size) for size in self.shape])
+            blocks[key] = {**self.__dict__, "sizes": sizes, "count": core.constexpr(math.prod(self.shape))}
         self.__dict__.update(blocks[key])
 
     def type_of_sizes(values: Sequence[Any], fields: Any = None) -> Any:
         key = _numbers(values) if fields is None else None
         if key is None:
-            return sizes(values, fields)
+            return of_tuple(values, fields)
         if key not in tuples:
-            tuples[key] = sizes(values)
+            tuples[key] = of_tuple(values)
         return tuples[key]
 
     def numpy_type(given: Any) -> Any:
@@ -87,6 +113,33 @@ def _remember_types() -> None:
 
     core.block_type.__init__ = make_block
     core._type_for_tuple_values, interpreter._get_np_dtype = type_of_sizes, numpy_type
+
+
+def _remember_sizes() -> None:
+    """Make what a tensor says of its shape once for each type, and broadcast no tensors of one shape.
+
+    Each operation makes a tensor, whose sizes are constants of the language, and compares those of its arguments.
+    """
+    broadcast, make = TritonSemantic.broadcast_impl_value, core.tensor.__init__
+    of_one = {"sizes": core.tuple([]), "count": core.constexpr(1)}
+
+    def make_tensor(self: Any, handle: Any, given: Any) -> None:
+        known = given.__dict__ if type(given) is core.block_type else of_one
+        if "sizes" not in known:  # a size that is no number
+            make(self, handle, given)
+            return
+        self.handle, self.type, self.dtype = handle, given, given.scalar
+        self.shape, self.numel = known["sizes"], known["count"]
+
+    def broadcast_values(self: Any, left: Any, right: Any) -> Any:
+        one, other = left.type, right.type
+        blocks = type(one) is core.block_type, type(other) is core.block_type
+        if blocks == (False, False) or (all(blocks) and one.shape.values == other.shape.values):
+            return left, right
+        return broadcast(self, left, right)
+
+    core.tensor.__init__ = make_tensor
+    TritonSemantic.broadcast_impl_value = broadcast_values
 
 
 def _round_to_bfloat16() -> None:

@@ -209,18 +209,22 @@ def test_an_attached_model_does_what_transformers_does(model: Any, kind: str) ->
         specgraph.detach(model)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_grammar_counts_before_a_minimum_that_it_cannot_reach(
-    decoder: SpeculativeDecoder, temperature: float
-) -> None:
-    options: dict[str, Any] = {"tokenizer": TOKENIZER, "max_new_tokens": 12, "temperature": temperature, "seed": 1}
-    for eos in (0, 5):
-        for least in ({"min_new_tokens": 6}, {"min_length": len(PROMPT) + 6}, {"min_new_tokens": 3}):
-            with pytest.warns(SpecgraphWarning, match="behind 2 new tokens, before the [36] that min_new"):
-                out = decoder.generate([PROMPT], regex=" 3", eos_token_id=eos, **least, **options)
-            assert out.new_tokens[0].tolist() == [222, 20, eos] and out.finish_reasons == ["eos"]
+LEAST = {
+    "temperature": (0.0, 1.0), "eos": (0, 5),
+    "least": (("min_new_tokens", 6), ("min_length", len(PROMPT) + 6), ("min_new_tokens", 3)),
+}  # fmt: skip
+
+
+def test_a_grammar_counts_before_a_minimum_that_it_cannot_reach(decoder: SpeculativeDecoder) -> None:
+    options: dict[str, Any] = {"tokenizer": TOKENIZER, "max_new_tokens": 12, "seed": 1}
+    for temperature, eos, (name, least) in cover(product(LEAST), (1, 2)):
+        with pytest.warns(SpecgraphWarning, match="behind 2 new tokens, before the [36] that min_new"):
+            out = decoder.generate(
+                [PROMPT], regex=" 3", eos_token_id=eos, temperature=temperature, **{name: least}, **options
+            )
+        assert out.new_tokens[0].tolist() == [222, 20, eos] and out.finish_reasons == ["eos"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        out = decoder.generate([PROMPT], regex="[0-9]+", min_new_tokens=6, **options)
+        out = decoder.generate([PROMPT], regex="[0-9]+", min_new_tokens=6, temperature=1.0, **options)
     assert len(TOKENIZER.decode(out.new_tokens[0], skip_special_tokens=True)) >= 6 and 0 not in out.new_tokens[0][:6]
     assert len(out.new_tokens[0]) > 6

@@ -72,14 +72,20 @@ def calls(made: specgraph.SpeculativeDecoder) -> list[linears.Linear]:
 # Tokens
 
 
-AXES = {
+AXES: dict[str, tuple[Any, ...]] = {
     "architecture": ("llama", "qwen3", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"),
     "draft": ("none", "ngram", "draft_model", "eagle3"), "scheme": tuple(SCHEMES),
     "dtype": (torch.float64, torch.float32), "k": (1, 3, 7), "lowering": ("inductor", "gpu"), "verify": (False, True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize([*AXES], cover(product(AXES), (0, 1)))
+def one_dtype(architecture: str, draft: str, scheme: str, dtype: torch.dtype, **others: Any) -> bool:
+    """Each model in each scheme has one dtype, since tracing takes most of the time, and plain decoding two models."""
+    place = AXES["architecture"].index(architecture) + AXES["scheme"].index(scheme)
+    return AXES["dtype"][place % 2] == dtype and (draft != "none" or architecture in ("llama", "qwen3_next"))
+
+
+@pytest.mark.parametrize([*AXES], cover(product(AXES, one_dtype), (0, 2)))
 def test_tokens_are_those_of_the_dequantised_model(
     architecture: str, draft: str, scheme: str, dtype: torch.dtype, k: int, lowering: str, verify: bool
 ) -> None:
