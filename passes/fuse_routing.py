@@ -30,6 +30,7 @@ from specgraph.passes.common.patterns import (
     before_cast,
     dtype_of,
     insert,
+    is_last,
     items,
     only_user,
     producer,
@@ -108,7 +109,7 @@ def _topk(topk: fx.Node) -> tuple[fx.Node, int]:
     """What ``topk`` compares in every row, and how many it takes."""
     given = arguments(topk)
     choice, count = given["self"], given["k"]
-    if not _is_last(given["dim"], choice) or not given["largest"] or not isinstance(count, int):
+    if not is_last(given["dim"], choice) or not given["largest"] or not isinstance(count, int):
         raise Mismatch(f"{topk.name} does not take a fixed number of the largest of every row")
     return choice, count
 
@@ -151,7 +152,7 @@ def _mask(mask: Any) -> tuple[fx.Node, tuple[int, int]] | None:
     if column is None or scattered is None or spread is None or spread.dim() != 3 or column.args[1] not in (-1, 2):
         return None
     zeros, dim, _, marked = scattered.args
-    if not _is_call(zeros, aten.zeros_like.default) or not _is_last(dim, zeros) or marked != 1:
+    if not _is_call(zeros, aten.zeros_like.default) or not is_last(dim, zeros) or marked != 1:
         return None
     _, groups, size = spread.shape
     return (scattered, (groups, size)) if isinstance(groups, int) and isinstance(size, int) else None
@@ -171,7 +172,7 @@ def _group_score(scores: fx.Node) -> tuple[str, fx.Node | None]:
     pairs, maximum = producer(first, aten.topk.default), producer(first, aten.max.dim)
     if total is not None and pairs is not None and _is_sum_of_rows(total, keepdim=False) and _topk(pairs)[1] == 2:
         return "top2", producer(pairs.args[0], *_VIEWS)
-    if total is None and maximum is not None and _is_last(maximum.args[1], maximum.args[0]):
+    if total is None and maximum is not None and is_last(maximum.args[1], maximum.args[0]):
         return "max", producer(maximum.args[0], *_VIEWS)
     if largest is not None and largest.args[1] in ([-1], [2]):
         return "max", producer(largest.args[0], *_VIEWS)
@@ -196,7 +197,7 @@ def _scoring(scores: fx.Node) -> tuple[fx.Node, str]:
     """The logits from which scores are computed, and by what function."""
     softmax, sigmoid = producer(scores, *_SOFTMAX), producer(scores, aten.sigmoid.default)
     logits: Any = scores
-    if softmax is not None and _is_last(softmax.args[1], softmax.args[0]):
+    if softmax is not None and is_last(softmax.args[1], softmax.args[0]):
         logits, name = softmax.args[0], "softmax"
     elif sigmoid is not None:
         logits, name = sigmoid.args[0], "sigmoid"
@@ -224,7 +225,7 @@ def _gathers(node: fx.Node, scores: fx.Node, ids: fx.Node) -> bool:
     if gather is None:
         return False
     source, dim, index = gather.args
-    return source is scores and index is ids and _is_last(dim, scores)
+    return source is scores and index is ids and is_last(dim, scores)
 
 
 def _kept_are_enough(groups: dict[str, Any], experts: int, count: int) -> bool:
@@ -236,7 +237,7 @@ def _behind(weights: fx.Node, scoring: str) -> tuple[fx.Node, dict[str, Any]]:
     """The last known function of the weights, and the options that say what is computed up to it."""
     end, options, dtype = weights, dict[str, Any](), dtype_of(weights)
     softmax = producer(_user(end), *_SOFTMAX)
-    if scoring == "none" and softmax is not None and _is_last(softmax.args[1], end) and dtype_of(softmax) == dtype:
+    if scoring == "none" and softmax is not None and is_last(softmax.args[1], end) and dtype_of(softmax) == dtype:
         end, options["softmax_chosen"] = softmax, True
     elif (quotient := _quotient(_kept_dtype(end))) is not None:
         end, epsilon = quotient
@@ -279,7 +280,7 @@ def _is_sum_of_rows(node: Any, *, keepdim: bool) -> bool:
     return (
         bool(given)
         and len(given["dim"]) == 1
-        and _is_last(given["dim"][0], given["self"])
+        and is_last(given["dim"][0], given["self"])
         and (given["keepdim"] == keepdim)
     )
 
@@ -308,9 +309,3 @@ def _cast(node: Any) -> fx.Node | None:
 def _is_call(value: Any, *targets: object) -> bool:
     """Whether ``value`` calls one of ``targets``, whatever its keywords say of memory."""
     return isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets
-
-
-def _is_last(dim: Any, value: Any) -> bool:
-    """Whether ``dim`` is the last dimension of a value."""
-    tensor = value_of(value)
-    return tensor is not None and dim in (-1, tensor.dim() - 1)

@@ -41,6 +41,7 @@ from specgraph.passes.common.patterns import (
     insert,
     insert_weight,
     is_float,
+    is_last,
     items,
     keep_meta,
     only_user,
@@ -261,7 +262,7 @@ def _take_activation(linear: _Joined) -> str | None:
 def _take_gate(linear: _Joined, split: fx.Node) -> str | None:
     parts = {user.args[1]: user for user in split.users if user.target is operator.getitem}
     whole = linear.end.meta["val"]
-    if set(parts) != {0, 1} or arguments(split)["dim"] not in (-1, whole.dim() - 1):
+    if set(parts) != {0, 1} or not is_last(arguments(split)["dim"], linear.end):
         return None
     if any(2 * part.meta["val"].shape[-1] != whole.shape[-1] for part in parts.values()):
         return None

@@ -168,8 +168,8 @@ def _reshape_views(part: fx.Node) -> None:
 def _merged_attribute(module: fx.GraphModule, names: list[str], *, in_common: bool) -> fx.Node:
     """A node that reads one tensor, which holds the tensors ``names`` one after the other, or is a copy of each."""
     target, tensors = _merged_name(names), [get_attribute(module, name) for name in names]
-    copied = nn.Parameter(tensors[0].detach().clone(), requires_grad=False) if in_common else None
-    set_attribute(module, target, merge_storage(tensors) if copied is None else copied)
+    one = nn.Parameter(tensors[0].detach().clone(), requires_grad=False) if in_common else merge_storage(tensors)
+    set_attribute(module, target, one)
     node = module.graph.get_attr(target)
     node.meta["val"] = get_attribute(module, target)
     return node

@@ -160,12 +160,13 @@ def experts_hopper_kernel(
         gl.store(out_ptr + place[None, :] * results + o[:, None], y.to(KIND), mask=mask)
 
 
-def expert_ring(rows: int, experts: int) -> Ring:
-    """The ring for so many rows, as timed on an H200 with the shapes of gpt-oss-20b.
+def expert_ring(rows: int, experts: int, two_tiles: bool) -> Ring:
+    """The ring for so many rows, as timed on an H200 with the shapes of gpt-oss-20b, which have one tile.
 
-    A short ring leaves room for five programs on a multiprocessor, which hide each other's waiting.
+    A short ring leaves room for five programs on a multiprocessor, which hide each other's waiting. With two tiles
+    there is room for three, and for their registers.
     """
-    return Ring(8 if rows <= 4 * experts else 16, False, stages=4, registers=56)
+    return Ring(8 if rows <= 4 * experts else 16, False, stages=4, registers=80 if two_tiles else 48)
 
 
 def covers_experts(x: Tensor, rows: int, words: Tensor, scales: Scales) -> bool:
@@ -180,18 +181,18 @@ def launch_experts(out: Tensor, x: Tensor, words: Tensor, given: Behind, scales:
     rows, inner, (experts, outer, _), ids, bias = out.shape[0], x.shape[1], words.shape, given.expert_ids, given.bias
     # A program that ends at once takes its time, too: with few rows there are fewer places than experts.
     by_row = rows < experts
-    order, spans = (ids.new_empty(*size, dtype=torch.int32) for size in ((rows,), (min(rows, experts), 3)))
+    order, spans = ids.new_empty(rows, dtype=torch.int32), ids.new_empty(min(rows, experts), 3, dtype=torch.int32)
     sorted_x = x.new_empty(rows, inner)
     launches.launch(
-        _sort_rows_kernel, (rows,), order, spans, sorted_x, ids.contiguous(),
-        x.contiguous(), rows, experts, INNER=inner, TOP_K=given.top_k, BY_ROW=by_row,
-        BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
+        _sort_rows_kernel, (rows,), order, spans, sorted_x, ids.contiguous(), x.contiguous(), rows, experts,
+        INNER=inner, TOP_K=given.top_k, BY_ROW=by_row, BLOCK=launches.block_size(inner, 4096), IDS=_IDS, num_warps=4,
     )  # fmt: skip
-    ring = expert_ring(rows, experts)
-    blocks = ring.parts * triton.cdiv(inner, BLOCK_K * ring.parts)
     pdl = launches.supports_pdl(x.device)
     pairs = given.pairs and bool(given.gate)
-    experts_hopper_kernel[(triton.cdiv(outer if pairs or not given.gate else outer // 2, TILE_O), len(spans))](
+    two_tiles = bool(given.gate) and not pairs
+    ring = expert_ring(rows, experts, two_tiles)
+    blocks = ring.parts * triton.cdiv(inner, BLOCK_K * ring.parts)
+    experts_hopper_kernel[(triton.cdiv(outer // 2 if two_tiles else outer, TILE_O), len(spans))](
         descriptor(words.view(experts * outer, -1), TILE_O, BLOCK_K * words.shape[-1] // inner),
         descriptor(sorted_x, ring.block_n, BLOCK_K), out, None if bias is None else bias.contiguous(), order, spans,
         scales.weight, scales.weight.stride(-2), scales.weight.stride(0), outer, inner, BLOCK_N=ring.block_n,

@@ -150,6 +150,12 @@ def dtype_of(node: Any) -> torch.dtype | None:
     return None if value is None else value.dtype
 
 
+def is_last(dim: Any, value: Any) -> bool:
+    """Whether ``dim`` is the last dimension of the tensor that ``value`` has."""
+    tensor = value_of(value)
+    return tensor is not None and dim in (-1, tensor.dim() - 1)
+
+
 def same_sizes(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two shapes are known to be equal, without asking symbols for more than they tell."""
     return len(shape) == len(other) and all(statically_known_true(a == b) for a, b in zip(shape, other, strict=True))
@@ -178,8 +184,9 @@ def half_of(value: Any) -> tuple[fx.Node, int] | None:
     """``x`` and ``i`` of ``x.chunk(2, -1)[i]``; None for any other value."""
     part = producer(value, operator.getitem)
     chunks = None if part is None else producer(part.args[0], aten.chunk.default)
-    whole = None if chunks is None else value_of(chunks.args[0])
-    if part is None or chunks is None or whole is None or chunks.args[1:] not in ((2, -1), (2, whole.dim() - 1)):
+    if part is None or chunks is None or len(chunks.args) < 3:  # without a dimension, it is the first
+        return None
+    if chunks.args[1] != 2 or not is_last(chunks.args[2], chunks.args[0]):
         return None
     return chunks.args[0], part.args[1]  # type: ignore[return-value]
 
