@@ -16,8 +16,6 @@ from specgraph.kernels.packed.format import Format, join_nibbles, nibbles, why_n
 
 GROUP = 32
 """How many inputs have one scale."""
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of the lowest three bits. The fourth is the sign."""
 BIAS = 127
 LARGEST_EXPONENT = 2
 """That of 4 and 6, the largest magnitudes."""
@@ -35,8 +33,8 @@ class Mxfp4(Format):
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiples of a half, from -6 to 6."""
-        values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype, device=stored.device)
-        return values[nibbles(stored).long()]
+        values = magnitudes(dtype, stored.device)
+        return torch.cat([values, -values])[nibbles(stored).long()]
 
     def scales(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Powers of two."""
@@ -71,10 +69,19 @@ class Mxfp4(Format):
         return join_nibbles(nearest_codes(scaled).flatten(-2), torch.uint8), scale
 
 
+def magnitudes(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values ``[8]`` of the lowest three bits: 0, 0.5, 1, 1.5, 2, 3, 4 and 6. The fourth bit is the sign."""
+    # They are computed, since a CUDA graph cannot copy a list from the host.
+    code = torch.arange(8, device=device)
+    exponent, half = code // 2, (code % 2).to(dtype) / 2
+    return torch.where(exponent == 0, half, torch.ldexp(1 + half, exponent - 1))
+
+
 def nearest_codes(values: Tensor) -> Tensor:
     """The codes of the numbers nearest to ``values``."""
+    known = magnitudes(values.dtype, values.device)
     # Between two codes c and c + 1 lies the midpoint c of this list. One that is exactly there takes the even code.
-    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=values.dtype, device=values.device)
+    midpoints = (known[1:] + known[:-1]) / 2
     magnitude = values.abs().contiguous()
     above = torch.bucketize(magnitude, midpoints)  # as many midpoints are below it
     at_odd = torch.isin(magnitude, midpoints[1::2])

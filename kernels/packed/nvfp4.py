@@ -18,12 +18,12 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.packed.format import Format, join_nibbles, why_not_full
-from specgraph.kernels.packed.mxfp4 import MAGNITUDES, MXFP4, nearest_codes
+from specgraph.kernels.packed.mxfp4 import MXFP4, nearest_codes
 from specgraph.kernels.packed.static import Static
 
 GROUP = 16
 """How many inputs have one scale."""
-LARGEST = MAGNITUDES[-1]
+LARGEST = 6.0
 """The largest number."""
 LARGEST_SCALE = 448.0
 """The largest scale, which the group with the largest magnitude of a matrix gets."""

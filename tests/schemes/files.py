@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,26 @@ def put(name: str, tensor: Tensor) -> Change:
 
 def state(key: str, value: Any) -> Change:
     return lambda _, config: config["quantization_config"].__setitem__(key, value)
+
+
+def input_scales(names: Iterable[str], *, equal: bool) -> dict[str, Tensor]:
+    """A scale for the inputs of each layer, by which some of their entries are too large.
+
+    It is equal for layers of one input, or different for every layer.
+    """
+    layers = sorted(name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale"))
+    inputs = [re.sub("[kv]_proj$", "q_proj", name).replace("up_proj", "gate_proj") for name in layers]
+    places = inputs if equal else layers
+    return {
+        f"{layer}.input_scale": torch.tensor([0.002 + sorted(set(places)).index(place) / 5000])
+        for layer, place in zip(layers, places, strict=True)
+    }
+
+
+def static(tensors: dict[str, Tensor], config: dict[str, Any], *, equal: bool = False) -> None:
+    tensors |= input_scales(tensors, equal=equal)
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"].update({"strategy": "tensor", "dynamic": False})
 
 
 def watched_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:

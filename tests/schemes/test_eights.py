@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
 from tests.ir.test_linear import misses
 from tests.kernels.packed.definition import floating, normal
 from tests.models import make_model, ragged_prompts, saved
-from tests.schemes.files import Change, assert_equal_models, changed, drop, put
+from tests.schemes.files import Change, assert_equal_models, changed, drop, input_scales, put, static
 from tests.schemes.models import packed_experts, packed_layers
 
 INT8 = torch.int8
@@ -177,26 +175,6 @@ STATIC = {FP8_TOKEN: FP8_STATIC, INT8_TOKEN: INT8_STATIC}
 INPUT = f"{PROJECTION}.input_scale"
 OWN = "each of them says by which scale its inputs are rounded, and not all of them the same"
 every_static = pytest.mark.parametrize("form", STATIC, ids=lambda form: STATIC[form].name)
-
-
-def input_scales(names: Iterable[str], *, equal: bool) -> dict[str, Tensor]:
-    """A scale for the inputs of each layer, by which some of their entries are too large.
-
-    It is equal for layers of one input, or different for every layer.
-    """
-    layers = sorted(name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale"))
-    inputs = [re.sub("[kv]_proj$", "q_proj", name).replace("up_proj", "gate_proj") for name in layers]
-    places = inputs if equal else layers
-    return {
-        f"{layer}.input_scale": torch.tensor([0.002 + sorted(set(places)).index(place) / 5000])
-        for layer, place in zip(layers, places, strict=True)
-    }
-
-
-def static(tensors: dict[str, Tensor], config: dict[str, Any], *, equal: bool = False) -> None:
-    tensors |= input_scales(tensors, equal=equal)
-    group = config["quantization_config"]["config_groups"]["group_0"]
-    group["input_activations"].update({"strategy": "tensor", "dynamic": False})
 
 
 class ByPackage(nn.Linear):
