@@ -26,7 +26,10 @@ Found = list[tuple[Tensor, Tensor]]
 
 
 LLAMA, QWEN = "llama-3-8b-shape", "qwen3.5-9b-shape"
-PACKED = ("llama-3-8b-shape packed int4", "llama-3-8b-shape packed fp8", "gpt-oss-20b-shape packed mxfp4")
+PACKED = (
+    "llama-3-8b-shape packed int4", "llama-3-8b-shape packed fp8", "gpt-oss-20b-shape packed mxfp4",
+    "qwen3.5-9b-shape packed fp8",
+)  # fmt: skip
 """Shapes with packed weights, and their schemes."""
 
 
@@ -114,3 +117,30 @@ def test_given_tokens_are_scored_with_the_bits_that_they_were_drawn_with(
     given = [torch.cat([prompts()[row], tokens]) for row, (tokens, _) in zip(rows, expected, strict=True)]
     scored = decoder(shape, "ngram", 4).score(given, start=[len(prompts()[row]) for row in rows])
     assert all(torch.equal(a, b) for a, (_, b) in zip(scored.logprobs, expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", PACKED)
+def test_no_bit_differs_in_a_session_whose_prompts_are_cut_otherwise(shape: str) -> None:
+    """Sequences come one after another, and two begin as an earlier one does."""
+    compiled, rows = decoder(shape, "ngram", 4), list(range(20, 44, 2))
+    compiled.config.cache.prefill_chunk = 100
+    compiled._runners.idle = None
+    found: dict[int, tuple[list[int], list[float]]] = {}
+    names: dict[int, int] = {}
+    with compiled.session(return_logprobs=True) as session:
+        left = [*rows, rows[3], rows[7]]
+        while left or not session._engine.idle:
+            if left:
+                row = left.pop(0)
+                options = {"temperature": float(row % 4 == 0), "seed": row}
+                names[session.submit(prompts()[row], max_new_tokens=NEW_TOKENS, **options)] = row
+            for event in session.step():
+                tokens, logprobs = found.setdefault(event.id, ([], []))
+                tokens += event.tokens
+                logprobs += event.logprobs or []
+    compiled.config.cache.prefill_chunk = 2048
+    compiled._runners.idle = None
+    assert len(found) == len(rows) + 2
+    for name, result in found.items():
+        tokens, logprobs = plain(shape, float(names[name] % 4 == 0))[names[name]]
+        assert result == (tokens.tolist(), logprobs.tolist())
