@@ -96,14 +96,16 @@ def _launch(form: str, outputs: int, inputs: int, activation: str, rows: int, *,
 
 
 def _launch_experts(form: str, outputs: int, inputs: int, rows: int) -> None:
-    """The same for a mixture of two experts."""
-    x, ids = torch.zeros(rows * CHOSEN, inputs, dtype=torch.bfloat16), torch.arange(rows * CHOSEN) % 2
-    dense = torch.zeros(2, outputs, inputs, dtype=torch.bfloat16)
+    """The same for a mixture of so many experts that those of one row are few."""
+    count = 4 * CHOSEN
+    x, ids = torch.zeros(rows * CHOSEN, inputs, dtype=torch.bfloat16), torch.arange(rows * CHOSEN) % count
+    one = torch.zeros(1, outputs, inputs, dtype=torch.bfloat16)
     if form == DENSE:
-        EXPERT_LINEAR.form("triton")(x, dense, None, ids)
+        EXPERT_LINEAR.form("triton")(x, one.expand(count, -1, -1), None, ids)
         return
+    stack = [part.repeat(count, 1, 1) for part in FORMATS[form].quantise(one)]
     variant = "hopper" if form.endswith("_arranged") and rows * CHOSEN <= 32 else "triton"
-    PACKED_EXPERT_LINEAR.form(variant)(x, list(FORMATS[form].quantise(dense)), None, ids, format=form)
+    PACKED_EXPERT_LINEAR.form(variant)(x, stack, None, ids, format=form)
 
 
 def main() -> None:

@@ -80,9 +80,11 @@ def test_a_row_of_the_reference_does_not_depend_on_the_others(transposed: bool):
 
 
 @both_layouts
+@pytest.mark.parametrize("count", [3, 70])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
-def test_a_row_is_bit_for_bit_the_same_beside_any_others(transposed: bool, dtype: torch.dtype):
-    rows, inner, outer, count = 110, 75, 70, 3
+def test_a_row_is_bit_for_bit_the_same_beside_any_others(transposed: bool, dtype: torch.dtype, count: int):
+    """In lists that a launch makes, and if there are far fewer rows than experts, without one."""
+    rows, inner, outer = 110, 75, 70
     shape = (count, inner, outer) if transposed else (count, outer, inner)
     weight, bias = normal(*shape, dtype=dtype, seed=1), normal(count, outer, dtype=dtype, seed=2)
     x, ids = normal(rows, inner, dtype=dtype, seed=3), torch.arange(rows, device=DEVICE) * 5 // 3 % count
@@ -96,7 +98,7 @@ def test_a_row_is_bit_for_bit_the_same_beside_any_others(transposed: bool, dtype
 
     every = torch.arange(rows, device=DEVICE)
     together = run(every)
-    if dtype == torch.float16:
+    if dtype == torch.float16 and count == 3:
         assert experts.tiles(rows, count, inner, 2) != experts.tiles(17, count, inner, 2)
     for index in (every[:1], every[64:65], every[-1:], every[:17], every[40:], every.flip(0), every[::3]):
         assert torch.equal(run(index), together[index])
