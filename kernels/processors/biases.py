@@ -76,8 +76,14 @@ class AddBiases(Context):
 
 
 def add_biases_reference(given: AddBiases) -> Tensor:
-    """:class:`AddBiases` in plain PyTorch, which never reads a value on the host."""
-    return _biased(given, given.bias_tokens.shape[1])
+    """:class:`AddBiases` in plain PyTorch, on what there is of words and tokens."""
+    sizes = (given.bias_ends - torch.nn.functional.pad(given.bias_ends[:, :-1], (1, 0))).clamp_min(0)
+    words, longest = max([1, *(sizes > 0).sum(1).tolist()]), max([1, *sizes.flatten().tolist()])
+    known = replace(
+        given, history=given.history[:, : max([1, *given.start.tolist()])], bias_ends=given.bias_ends[:, :words],
+        bias_values=given.bias_values[:, :words], bias_until=given.bias_until[:, :words],
+    )
+    return _biased(known, longest)
 
 
 def _biased(given: AddBiases, longest: int) -> Tensor:
@@ -101,17 +107,6 @@ def _biased(given: AddBiases, longest: int) -> Tensor:
     biases = torch.where(inside, given.bias_values.to(out.dtype).unsqueeze(1), 0.0)
     total = torch.zeros(batch, count, vocab + 1, dtype=out.dtype, device=out.device)
     return out.add_(total.scatter_add_(2, torch.where(inside, last, vocab), biases)[..., :vocab])
-
-
-def add_biases_cpu(given: AddBiases) -> Tensor:
-    """:func:`add_biases_reference` on what there is of words and tokens, since a CPU may look at values."""
-    sizes = (given.bias_ends - torch.nn.functional.pad(given.bias_ends[:, :-1], (1, 0))).clamp_min(0)
-    words, longest = max([1, *(sizes > 0).sum(1).tolist()]), max([1, *sizes.flatten().tolist()])
-    known = replace(
-        given, history=given.history[:, : max([1, *given.start.tolist()])], bias_ends=given.bias_ends[:, :words],
-        bias_values=given.bias_values[:, :words], bias_until=given.bias_until[:, :words],
-    )
-    return _biased(known, longest)
 
 
 @triton.jit(do_not_specialize=["count", "width", "words"])
@@ -184,4 +179,4 @@ def add_biases_triton(given: AddBiases) -> Tensor:
     return out
 
 
-ADD_BIASES = declare_processor("add_biases", AddBiases, add_biases_triton, add_biases_reference, add_biases_cpu)
+ADD_BIASES = declare_processor("add_biases", AddBiases, add_biases_triton, add_biases_reference)

@@ -121,10 +121,10 @@ def copied(logits: Tensor) -> Tensor:
 
 
 def declare_processor(
-    name: str, arguments: type[Any], triton: Callable[..., Tensor], reference: Callable[..., Tensor],
-    cpu: Callable[..., Tensor], *, moves_only: bool = False,
-) -> Op[..., Tensor]:
-    """Declare an op that changes logits, with a form in Triton, one for a CPU, and the definition for float64.
+    name: str, arguments: type[Any], triton: Callable[..., Tensor], reference: Callable[..., Tensor], *,
+    moves_only: bool = False,
+) -> Op[..., Tensor]:  # fmt: skip
+    """Declare an op that changes logits, with a form in Triton, and one in PyTorch for a CPU and for float64.
 
     The class of the arguments has the shapes that :func:`check` asks for.
     """
@@ -133,5 +133,5 @@ def declare_processor(
         check(given)
         return empty(given.logits)
 
-    forms = triton_or_reference(triton, reference, covers=not_float64("logits"), moves_only=moves_only, cpu=cpu)
+    forms = triton_or_reference(triton, reference, covers=not_float64("logits"), moves_only=moves_only)
     return declare(name, arguments, fake, forms)

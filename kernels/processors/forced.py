@@ -58,15 +58,7 @@ class ForceTokens:
 
 
 def force_tokens_reference(given: ForceTokens) -> Tensor:
-    """:class:`ForceTokens` in plain PyTorch."""
-    logits, token = copied(given.logits), _forced(given)
-    is_it = token.unsqueeze(2) == torch.arange(logits.shape[2], device=logits.device)
-    only = torch.zeros_like(logits).masked_fill_(~is_it, -float("inf"))
-    return torch.where((token >= 0).unsqueeze(2), only, logits)
-
-
-def force_tokens_cpu(given: ForceTokens) -> Tensor:
-    """:func:`force_tokens_reference`, which writes the rows whose token is forced, and only copies others."""
+    """:class:`ForceTokens` in plain PyTorch. Rows whose token is forced are written, and others only copied."""
     token, out = _forced(given), copied(given.logits)
     for b, r in (token >= 0).nonzero().tolist():
         only = int(token[b, r])
@@ -127,5 +119,5 @@ def force_tokens_triton(given: ForceTokens) -> Tensor:
 
 
 FORCE_TOKENS = declare_processor(
-    "force_tokens", ForceTokens, force_tokens_triton, force_tokens_reference, force_tokens_cpu, moves_only=True
+    "force_tokens", ForceTokens, force_tokens_triton, force_tokens_reference, moves_only=True
 )

@@ -40,8 +40,6 @@ from specgraph.kernels.processors.context import (
     row_context,
 )
 
-MOST = 256
-"""The largest ``n``."""
 TILE = 512
 """Positions of a program at a time."""
 
@@ -51,7 +49,7 @@ class BanNgrams(Context):
     """Forbid tokens that would complete an n-gram that occurs already.
 
     Args:
-        no_repeat_ngram_size: int64 ``[B]``, the ``n`` of each sequence, at most :data:`MOST`; 0 forbids nothing.
+        no_repeat_ngram_size: int64 ``[B]``, the ``n`` of each sequence; 0 forbids nothing.
 
     Returns:
         ``[B, R, V]``, float32, or float64 for float64 logits.
@@ -62,12 +60,12 @@ class BanNgrams(Context):
 
 
 def ban_ngrams_reference(given: BanNgrams) -> Tensor:
-    """:class:`BanNgrams` in plain PyTorch, which never reads a value on the host."""
-    token, inside = _found(given, min(MOST, given.history.shape[1] + given.window.shape[1]))
-    out, vocab = copied(given.logits), given.logits.shape[2]
-    banned = torch.zeros(*out.shape[:2], vocab + 1, dtype=torch.int64, device=out.device)
-    banned.scatter_add_(2, torch.where(inside, token, vocab), inside.long())
-    return out.masked_fill_(banned[..., :vocab] > 0, -float("inf"))
+    """:class:`BanNgrams` in plain PyTorch, on the known tokens alone. Other logits are only copied."""
+    known, longest = max([1, *given.start.tolist()]), max([1, *given.no_repeat_ngram_size.tolist()])
+    token, inside = _found(replace(given, history=given.history[:, :known]), longest)
+    out, (b, r, place) = copied(given.logits), inside.nonzero(as_tuple=True)
+    out[b, r, token[b, r, place]] = -float("inf")
+    return out
 
 
 def _found(given: BanNgrams, longest: int) -> tuple[Tensor, Tensor]:
@@ -87,16 +85,6 @@ def _found(given: BanNgrams, longest: int) -> tuple[Tensor, Tensor]:
         holds &= equal | (n <= back)
     token = context.unsqueeze(1).expand_as(holds)
     return token, holds & (token >= 0) & (token < vocab)
-
-
-def ban_ngrams_cpu(given: BanNgrams) -> Tensor:
-    """:func:`ban_ngrams_reference` on the known tokens alone, since a CPU may look at values. Other logits are only
-    copied."""
-    known, longest = max([1, *given.start.tolist()]), max([1, *given.no_repeat_ngram_size.tolist()])
-    token, inside = _found(replace(given, history=given.history[:, :known]), longest)
-    out, (b, r, place) = copied(given.logits), inside.nonzero(as_tuple=True)
-    out[b, r, token[b, r, place]] = -float("inf")
-    return out
 
 
 @triton.jit(do_not_specialize=["count", "width"])
@@ -138,4 +126,4 @@ def ban_ngrams_triton(given: BanNgrams) -> Tensor:
     return out
 
 
-BAN_NGRAMS = declare_processor("ban_ngrams", BanNgrams, ban_ngrams_triton, ban_ngrams_reference, ban_ngrams_cpu)
+BAN_NGRAMS = declare_processor("ban_ngrams", BanNgrams, ban_ngrams_triton, ban_ngrams_reference)

@@ -72,49 +72,7 @@ class Penalise(Context):
 
 
 def penalise_reference(given: Penalise) -> Tensor:
-    """:class:`Penalise` in plain PyTorch, which never reads a value on the host."""
-    check(given)
-    logits, vocab = given.logits, given.logits.shape[2]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    options = [getattr(given, name) for name in PENALTIES]
-    penalties = [None if part is None else part.to(wide).unsqueeze(1) for part in options]
-    first = given.first_rows()
-    tokens, place, common = given.known_tokens(first)
-    generated = place >= given.prompt_length.unsqueeze(1)
-    # Everything that is no token of the vocabulary is counted in a column behind it, which nobody reads.
-    ids = torch.where(common & (tokens >= 0) & (tokens < vocab), tokens, vocab)
-    occurs, number = (torch.zeros(len(ids), vocab + 1, dtype=torch.int64, device=ids.device) for _ in range(2))
-    occurs.scatter_add_(1, ids, torch.ones_like(ids))
-    number.scatter_add_(1, ids, generated.long())
-    out = []
-    for row, x in enumerate(logits.to(wide).unbind(1)):
-        if row:
-            column = (first + row).unsqueeze(1)
-            token = given.window.gather(1, column)
-            token = torch.where((token >= 0) & (token < vocab), token, vocab)
-            occurs = occurs.scatter_add(1, token, torch.ones_like(token))
-            drafted = given.starts() + column >= given.prompt_length.unsqueeze(1)
-            number = number.scatter_add(1, token, drafted.long())
-        out.append(_penalised(penalties, x, occurs[:, :vocab] > 0, number[:, :vocab]))
-    return torch.stack(out, dim=1)
-
-
-def _penalised(penalties: Sequence[Tensor | None], x: Tensor, occurs: Tensor | None, number: Tensor) -> Tensor:
-    """The formula, for the three penalties, logits, whether each token occurs (None: all do), and how often it was
-    generated. Their shapes broadcast."""
-    repetition, frequency, presence = penalties
-    if repetition is not None:
-        changed = torch.where(x < 0, x * repetition, x / repetition)
-        x = changed if occurs is None else torch.where(occurs, changed, x)
-    if frequency is not None:
-        x = torch.where(number > 0, x - frequency * number.to(x.dtype), x)
-    if presence is not None:
-        x = torch.where(number > 0, x - presence, x)
-    return x
-
-
-def penalise_cpu(given: Penalise) -> Tensor:
-    """:func:`penalise_reference` for the tokens that occur, since a CPU may look at values. Others are only copied."""
+    """:class:`Penalise` in plain PyTorch, for the tokens that occur. The logits of others are only copied."""
     check(given)
     out, vocab = copied(given.logits), given.logits.shape[2]
     known = replace(given, history=given.history[:, : max([1, *given.start.tolist()])])
@@ -127,12 +85,25 @@ def penalise_cpu(given: Penalise) -> Tensor:
         number = torch.zeros_like(token)
         if counts:
             generated = place[sequence, column] >= given.prompt_length[sequence]
-            table, at = torch.zeros(len(tokens) * vocab, dtype=torch.int64), sequence * vocab + token
+            table, at = token.new_zeros(len(tokens) * vocab), sequence * vocab + token
             number = table.scatter_add_(0, at, generated.long())[at]
         penalties = [None if part is None else part.to(out.dtype)[sequence] for part in options]
         # A token that occurs twice gets the same value twice.
-        out[sequence, row, token] = _penalised(penalties, out[sequence, row, token], None, number)
+        out[sequence, row, token] = _penalised(penalties, out[sequence, row, token], number)
     return out
+
+
+def _penalised(penalties: Sequence[Tensor | None], x: Tensor, number: Tensor) -> Tensor:
+    """The formula, for the three penalties and for the logits of tokens that occur, and how often each of these was
+    generated; all of one shape."""
+    repetition, frequency, presence = penalties
+    if repetition is not None:
+        x = torch.where(x < 0, x * repetition, x / repetition)
+    if frequency is not None:
+        x = torch.where(number > 0, x - frequency * number.to(x.dtype), x)
+    if presence is not None:
+        x = torch.where(number > 0, x - presence, x)
+    return x
 
 
 @triton.jit(do_not_specialize=["count", "width"])
@@ -213,4 +184,4 @@ def penalise_triton(given: Penalise) -> Tensor:
     return out
 
 
-PENALISE = declare_processor("penalise", Penalise, penalise_triton, penalise_reference, penalise_cpu)
+PENALISE = declare_processor("penalise", Penalise, penalise_triton, penalise_reference)
