@@ -13,7 +13,6 @@ import torch
 from specgraph.bench.config import BenchConfig
 from specgraph.config import Config
 from specgraph.drafters.registry import drafter_class
-from specgraph.errors import ConfigError
 from specgraph.plots import draw_times, new_figure, save
 from specgraph.tables import text_table
 
@@ -127,8 +126,6 @@ def finish(
     The configuration refuses plots where there is no ``plot``.
     """
     print("\n" + heading(about))
-    if not rows:
-        raise ConfigError("None of the kernels is installed; install specgraph again.")
     print("\n" + table(rows))
     if options.json is not None:
         write_json(options.json, about, [row.values for row in rows])

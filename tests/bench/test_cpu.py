@@ -11,7 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from specgraph.bench import run
+from specgraph.bench.cpu import GENERATE
 from specgraph.bench.peers import transformers_generate
+from specgraph.bench.report import Cell, Row
 from specgraph.cli import main
 from tests.decoding import compiled, reference_greedy
 from tests.models import make_model, ragged_prompts, saved, shared_model
@@ -75,9 +77,9 @@ def test_prompts_of_a_file_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def record(model: PreTrainedModel, options: Any, config: Any, prompts: list[torch.Tensor]) -> Any:
         given.extend(prompts)
-        return iter(())
+        return iter([Row(GENERATE, "0 ms", {"decoder": Cell(GENERATE, "decoder")})])
 
     monkeypatch.setattr(run, "bench_cpu", record)
     template = "template=Question: {question}\\nAnswer:"
-    main(["bench", "cpu", f"target={models / 'target'}", f"prompts={data}", template, *QUICK])
+    assert main(["bench", "cpu", f"target={models / 'target'}", f"prompts={data}", template, *QUICK]) == 0
     assert len(given) == 2 and all(prompt.dim() == 1 and len(prompt) > 20 for prompt in given)
