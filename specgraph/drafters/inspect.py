@@ -28,14 +28,12 @@ class Inspection:
         facts: what the checkpoint is, by name.
         options: rows of an option's name, its value, and the place from which the value was taken.
         tensors: rows of a name, a shape, a dtype, the number of such tensors, and their bytes.
-        fits: whether it fits the target; None if no target was given.
         reason: why the checkpoint cannot be used; None if it can.
     """
 
     facts: dict[str, str]
     options: list[tuple[str, ...]]
     tensors: list[tuple[str, ...]]
-    fits: bool | None
     reason: str | None
 
     def __str__(self) -> str:
@@ -75,10 +73,9 @@ def inspect_checkpoint(path: str | Path, draft: DraftConfig, target: str | None 
             drafter.check_fit(checkpoint, given, model, info)
     except SpecgraphError as error:
         reason = reason or str(error)
-    fits = None if model is None else reason is None
-    if fits is not None:
-        facts["fits the target"] = "yes" if fits else "no"
-    return Inspection(facts, options, _tensors(checkpoint.tensors), fits, reason)
+    if model is not None:
+        facts["fits the target"] = "yes" if reason is None else "no"
+    return Inspection(facts, options, _tensors(checkpoint.tensors), reason)
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str]:
