@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -129,7 +129,7 @@ class Stateful:
     op: Callable[..., Any]
     names: tuple[str, ...]
     buffers: Callable[[Sequence[Tensor], int], tuple[Buffer, ...]]
-    arguments: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], tuple[Any, ...]]
+    arguments: Callable[[Sequence[Any], Sequence[Any], Any], tuple[Any, ...]]
     reads: bool = True
 
 
@@ -138,26 +138,20 @@ STATEFUL: dict[Callable[..., Any], Stateful] = {}
 
 
 @dataclass(frozen=True)
-class Recurrent:
+class Recurrent(Stateful):
     """What a recurrent op that was traced without memory becomes once it has a state.
 
+    Its ``buffers``, all indexed, follow from the most rows of a call that are not settled
+    (:mod:`specgraph.kernels.recurrent.span`) in place of the tokens per page, and its ``arguments`` take the node of
+    the call's span in place of those of its rows.
+
     Attributes:
-        op: the op with a state that takes its place.
-        names: what each buffer is called in the graph.
-        buffers: from the operands' values, as tracing found them, and the most rows of a call that are not settled
-            (:mod:`specgraph.kernels.recurrent.span`) to the buffers it asks for, all indexed.
-        arguments: from the traced op's arguments, the nodes of its buffers, and the node of the call's span to the
-            positional arguments of ``op``.
         operations: from the arguments of ``op`` but for its buffers and its span, as an object of the class that
             declares them, to the floating-point operations that one row needs by the op's definition. Those on single
             elements, such as gates, do not count.
     """
 
-    op: Callable[..., Any]
-    names: tuple[str, ...]
-    buffers: Callable[[Sequence[Tensor], int], tuple[Buffer, ...]]
-    arguments: Callable[[Sequence[Any], Sequence[Any], Any], tuple[Any, ...]]
-    operations: Callable[[Any], int]
+    operations: Callable[[Any], int] = field(kw_only=True)
 
 
 RECURRENT: dict[Callable[..., Any], Recurrent] = {}

@@ -100,5 +100,5 @@ RECURRENT[torch.ops.specgraph.causal_conv.default] = Recurrent(
     ("inputs",),
     _buffers,
     lambda arguments, state, span: (*arguments[:2], *state, span, *arguments[2:]),
-    lambda given: 2 * given.weight.numel(),
+    operations=lambda given: 2 * given.weight.numel(),
 )

@@ -268,5 +268,5 @@ RECURRENT[torch.ops.specgraph.gated_delta_rule.default] = Recurrent(
     ("state", "chunk_k", "chunk_delta", "chunk_g", "chunk_a"),
     _buffers,
     lambda arguments, state, span: (*arguments[:4], *state, span, *arguments[4:]),
-    _operations,
+    operations=_operations,
 )

@@ -119,5 +119,5 @@ RECURRENT[torch.ops.specgraph.selective_scan.default] = Recurrent(
     ("state", "steps", "entered", "places"),
     _buffers,
     lambda arguments, state, span: (*arguments[:5], *state, span),
-    _operations,
+    operations=_operations,
 )

@@ -10,7 +10,7 @@ from torch import fx
 
 from specgraph.ir.graphs import new_module
 from specgraph.ir.program import Program
-from specgraph.kernels.state import Buffer, Recurrent, Stateful
+from specgraph.kernels.state import Buffer, Stateful
 from specgraph.passes.common.patterns import insert, value_of
 
 
@@ -31,8 +31,8 @@ def add_inputs(graph: fx.Graph, shared: Mapping[str, Buffer], own: str) -> dict[
 
 
 def give_state(
-    nodes: Sequence[fx.Node], forms: Mapping[Any, Stateful | Recurrent], state: fx.Node, buffers: list[Buffer],
-    size: int, places: Any,
+    nodes: Sequence[fx.Node], forms: Mapping[Any, Stateful], state: fx.Node, buffers: list[Buffer], size: int,
+    places: Any,
 ) -> None:  # fmt: skip
     """Put the forms with state of ``nodes`` in their places.
 
