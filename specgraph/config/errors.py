@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from specgraph.errors import ConfigError
 
@@ -115,8 +115,6 @@ def check_keys(overlay: Mapping[Any, Any], base: DictConfig) -> None:
 def explain(error: OmegaConfBaseException, base: DictConfig, given: Mapping[str, Any]) -> str:
     """One sentence about the reason why OmegaConf refused ``given``."""
     key = str(getattr(error, "full_key", None) or "")
-    if isinstance(error, ConfigKeyError | ConfigAttributeError) and key:
-        return unknown_key(key, keys(base))
     if key and allowed_at(key, base):
         return wrong_value(key, _at(given, key), base)
     return f"{key or 'configuration'}: {first_line(error)}"
