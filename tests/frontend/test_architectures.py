@@ -33,8 +33,7 @@ variants of kernels, which do not know of architectures.
 def test_tokens_do_not_depend_on_drafts(architecture: str) -> None:
     """The second draft is the model itself, of which every row of a window is accepted and read again.
 
-    Of the first, nearly every token has a step of its own, as without drafts. ``tests/drafters/test_matrix.py`` compares
-    with decoding without drafts, in which no architecture takes part.
+    Of the first, nearly every token has a step of its own, as without drafts, with which ``test_matrix.py`` compares.
     """
     dtype, kind, k = DECODERS[architecture]
     model = make_model(architecture, dtype=dtype)

@@ -319,7 +319,9 @@ def test_cuts(rule: str) -> None:
         (2, 250, True, "block"),
     ],
 )
-def test_drafts_with_logits_are_verified_as_in_the_reference(drawn: int, own: int | None, cuts: bool, rule: str) -> None:
+def test_drafts_with_logits_are_verified_as_in_the_reference(
+    drawn: int, own: int | None, cuts: bool, rule: str
+) -> None:
     given = with_draft_logits(problem(12, 3, 300), drawn, own)
     if cuts:
         given = with_cuts(given)
