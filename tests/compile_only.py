@@ -7,9 +7,9 @@ kernel does not compile. The interpreter, which the tests use otherwise, takes m
 variable whose shape changes in a branch, for one.
 
 Triton's front end, which refuses such things, takes a variant of a kernel if one of its arguments has a new type or
-constant, or two of them have types or constants that have not met (:func:`_features`). Its back end, which takes most
-of the time of a variant, compiles those with new types of the arguments or a new number of warps and stages; the others
-differ from these in constants alone.
+kind of constant, or two of them have types or constants that have not met (:func:`_features`). Its back end, which
+takes most of the time of a variant, compiles those with a new type of an argument, two types in one kernel that have
+not met, or a new number of warps and stages (:func:`_layouts`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PHASES: Counter[str] = Counter()
 SEEN: set[object] = set()
 """The variants that tests have launched, by kernel and Triton's key."""
 WHOLE: set[object] = set()
-"""What the back end has compiled: a kernel, and the types of its arguments or the number of warps and stages."""
+"""What the back end has compiled, as :func:`_layouts` has it."""
 TAKEN: set[object] = set()
 """What the front end has taken, as :func:`_features` has it."""
 
@@ -59,24 +59,44 @@ _RUN = triton.JITFunction.run
 _DO_COMPILE = triton.JITFunction._do_compile
 
 
-def _types(kinds: Iterable[Any]) -> Iterator[str]:
-    """The types of arguments, of the elements where an argument is a tuple, and none for constants."""
-    for kind in kinds:
+def _layouts(kernel: Any, types: Iterable[tuple[object, str]], options: Any) -> set[object]:
+    """What the back end may compile in another way: the type of each tensor, every two types, warps and stages.
+
+    A type is that of a tensor's elements or of a number. Which arguments two types belong to matters to the front end,
+    which has made the conversions between them.
+    """
+    types = list(types)
+    tensors = {(kernel, place, kind) for place, kind in types if kind.startswith("*")}
+    met = itertools.combinations_with_replacement(sorted({kind for _, kind in types}), 2)
+    return tensors | {(kernel, pair) for pair in met} | {(kernel, options.num_warps, options.num_stages)}
+
+
+def _types(kinds: Iterable[tuple[Any, Any]]) -> Iterator[tuple[object, str]]:
+    """The types of arguments by their places, of the elements where an argument is a tuple, and none for constants."""
+    for place, kind in kinds:
         if isinstance(kind, tuple):
-            yield from _types(kind)
+            yield from _types(((place, index), inner) for index, inner in enumerate(kind))
         elif kind != "constexpr":
-            yield kind
+            yield place, kind
 
 
 def _features(kernel: Any, signature: dict[str, str], constants: dict[Any, Any]) -> set[object]:
     """What the front end may take in another way: each type and constant of a variant, and every two of them.
 
-    Of two numbers, it matters whether they are 0, 1 or larger: branches and shapes depend on that, and sizes by
-    themselves.
+    Of a number, it matters whether it is 0, 1, less than the 16 that a product of tiles needs, and a power of two as
+    the sizes of tiles are; of two numbers, whether they are 0, 1 or larger, which branches depend on.
     """
     found = [(place, repr(value)) for place, value in (*signature.items(), *constants.items())]
     kinds = [(place, "larger" if value.isdecimal() and value not in "01" else value) for place, value in found]
-    return {(kernel, one) for one in found} | {(kernel, pair) for pair in itertools.combinations(kinds, 2)}
+    single = {(kernel, place, _kind(value)) for place, value in found}
+    return single | {(kernel, pair) for pair in itertools.combinations(kinds, 2)}
+
+
+def _kind(value: str) -> object:
+    if not value.isdecimal() or value in "01":
+        return value
+    number = int(value)
+    return number < 16, number.bit_count() == 1
 
 
 def _do_compile(kernel: Any, key: str, signature: dict[str, str], device: int, constants: Any, options: Any,
@@ -84,7 +104,7 @@ def _do_compile(kernel: Any, key: str, signature: dict[str, str], device: int, c
     if (kernel, key) in SEEN:
         return None
     SEEN.add((kernel, key))
-    whole = {(kernel, tuple(_types(signature.values()))), (kernel, options.num_warps, options.num_stages)}
+    whole = _layouts(kernel, _types(signature.items()), options)
     features = _features(kernel, signature, constants)
     given = (key, signature, device, constants, options, *rest)
     phase = "whole" if not whole <= WHOLE else "front end" if not features <= TAKEN else "neither"

@@ -9,8 +9,10 @@ Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 import tests.interpreter
+from specgraph.config.groups import conf_files
 from specgraph.ir import kept
 
 torch.set_num_threads(1)
@@ -85,3 +88,22 @@ class _Hashed:
 
 _key_of = kept.key_of
 kept.key_of = lambda module, *rest: _Hashed(_key_of(module, *rest))
+
+
+compose = importlib.import_module("specgraph.config.compose")  # its package has a function of this name
+_defaults_list = compose._defaults_list
+_LISTS: dict[Hashable, Any] = {}
+
+
+def _kept_list(repository: Any, overrides: list[Any]) -> Any:
+    """Which files of ``conf`` are merged for equal choices. Hydra takes a third of a composition to find that."""
+    others = {path: keys for path, keys in repository.files.items() if path != compose.GIVEN}
+    if others.keys() != conf_files().keys() or any(keys is not conf_files()[path] for path, keys in others.items()):
+        return _defaults_list(repository, overrides)
+    key = repr(repository.files[compose.GIVEN]), *((line.input_line, line.key_or_group) for line in overrides)
+    if key not in _LISTS:
+        _LISTS[key] = _defaults_list(repository, overrides)
+    return _LISTS[key]
+
+
+compose._defaults_list = _kept_list

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ from tests.checkpoints import layouts
 from tests.checkpoints.layouts import HIDDEN, VOCAB
 from tests.checkpoints.running import draft, load, target
 
-pytest.importorskip("speculators", reason="make installs it")
+# It is imported where it is used, since importing it takes seconds in every process that collects tests.
+pytestmark = pytest.mark.skipif(find_spec("speculators") is None, reason="make installs it")
 
 LENGTH, ROWS, STEPS = 9, 6, 4
 """Tokens, rows in front of the drafts, drafts."""

@@ -7,8 +7,6 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -58,14 +56,14 @@ def _expected(folder: Path, prompt: str, **options: Any) -> list[int]:
     return new
 
 
-def test_json_lines_are_all_that_is_on_standard_output(model: Path, empty_folder: Path) -> None:
+def test_json_lines_are_all_that_is_on_standard_output(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """``tests/test_distribution_files.py`` runs a process, of which the same is wanted."""
     prompts = ["one", "zwölf \U0001f600", "ab, (c)"]
     Path("p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     arguments = [f"model={model}", "prompts=p.jsonl", "format=jsonl", "batch_size=2", *QUICK]
-    command = [sys.executable, "-m", "specgraph", "generate", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    records = _records(done.stdout)
+    assert main(["generate", *arguments]) == 0
+    shown = capfd.readouterr()
+    records = _records(shown.out)
     assert [record["prompt"] for record in records] == prompts
     for record in records:
         assert list(record) == ["prompt", "text", "tokens", "finish_reason", "stats"]
@@ -74,7 +72,7 @@ def test_json_lines_are_all_that_is_on_standard_output(model: Path, empty_folder
         stats = record["stats"]
         assert stats["prompt_tokens"] == len(record["prompt"].encode())  # the tokenizer's tokens are bytes
         assert stats["new_tokens"] == len(record["tokens"]) == 1 + round(stats["steps"] * stats["tokens_per_step"])
-    assert "tokens per step" in done.stderr
+    assert "tokens per step" in shown.err
 
 
 def test_json_lines_of_a_sweep(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,31 +12,32 @@ from specgraph.kernels import catalogue
 from tests.kernels.conftest import LAUNCHES_NOTHING
 
 FOLDER = Path(__file__).parent
-SOURCES = {file: file.read_text() for file in Path(catalogue.__file__).parent.rglob("*.py")}
+SOURCES = Path(catalogue.__file__).parent
 
 
-def launched(source: str) -> list[str]:
-    """The Triton functions of a file that no other one calls, and that are therefore kernels."""
-    names = re.findall(r"^@triton\.jit(?:\(.*\))?\ndef (\w+)\(", source, re.MULTILINE)
-    called = [name for name in names if re.search(rf"(?<!def )\b{name}\(", "".join(SOURCES.values()))]
-    written = re.findall(r"triton\.jit\(\w+\[\"(\w+)\"\]\)", source)  # kernels whose source is made as it is needed
-    return [name for name in names + written if name not in called]
+def kernels() -> dict[str, list[str]]:
+    """The Triton kernels of every room as ``file.function``, which the tests of the room launch.
 
-
-KERNELS: dict[str, list[str]] = {}
-"""The Triton kernels of every room as ``file.function``, which the tests of the room launch."""
-for file, source in sorted(SOURCES.items()):
-    for name in launched(source):
-        KERNELS.setdefault(file.parent.name, []).append(f"{file.stem}.{name}")
+    They are the Triton functions that no other one calls.
+    """
+    files = {file: file.read_text() for file in sorted(SOURCES.rglob("*.py"))}
+    called = set(re.findall(r"(?<!def )\b(\w+)\(", "".join(files.values())))
+    found: dict[str, list[str]] = {}
+    for file, source in files.items():
+        names = re.findall(r"^@triton\.jit(?:\(.*\))?\ndef (\w+)\(", source, re.MULTILINE)
+        names += re.findall(r"triton\.jit\(\w+\[\"(\w+)\"\]\)", source)  # kernels whose source is made as it is needed
+        found.setdefault(file.parent.name, []).extend(f"{file.stem}.{name}" for name in names if name not in called)
+    return {room: names for room, names in found.items() if names}
 
 
 def test_every_triton_kernel_compiles_for_hopper() -> None:
     """As the tests of its room launch it. The interpreter takes much that the compiler refuses."""
-    folders = [str(FOLDER / room) for room in KERNELS]
+    rooms = kernels()
+    folders = [str(FOLDER / room) for room in rooms]
     ignored = [f"--ignore={FOLDER / file}" for file in LAUNCHES_NOTHING]
     command = [sys.executable, "-m", "pytest", "-p", "tests.compile_only", *folders, *ignored]
     own = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(command, env=own, cwd=FOLDER.parents[1], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-10_000:]
-    names = [f"specgraph.kernels.{room}.{name} " for room, kernels in KERNELS.items() for name in kernels]
+    names = [f"specgraph.kernels.{room}.{name} " for room, found in rooms.items() for name in found]
     assert names and not [name for name in names if name not in run.stdout]

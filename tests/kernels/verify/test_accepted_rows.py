@@ -75,8 +75,13 @@ def part(given: dict[str, Any], chosen: Tensor) -> dict[str, Any]:
 
 
 @both_forms
-@both_rules
-@pytest.mark.parametrize(("drawn", "own", "cuts"), [(3, None, False), (2, 250, False), (3, None, True)])
+@pytest.mark.parametrize(
+    ("drawn", "own", "cuts", "rule"),
+    [
+        *((drawn, own, False, rule) for drawn, own in ((3, None), (2, 250)) for rule in STEP_NOISE_RULES),
+        (3, None, True, "probabilistic"),
+    ],
+)
 def test_a_mixed_batch_is_its_two_halves(form: Any, rule: str, drawn: int, own: int | None, cuts: bool) -> None:
     given = mixed(drawn, own, cuts)
     chosen = given["point_mass"]

@@ -354,13 +354,13 @@ def test_the_biased_harness_is_sound_without_the_bug() -> None:
 
 @pytest.mark.parametrize("rule", LOSSLESS_RULES)
 def test_marginals_of_a_large_vocabulary(rule: str) -> None:
-    """2,048 tokens, four positions, 6,000 sequences: every position has its own distribution and its own counts."""
-    vocab, draws, chunk = 2048, 6_000, 80
+    """1,024 tokens, four positions, 6,000 sequences: every position has its own distribution and its own counts."""
+    vocab, draws, chunk = 1024, 6_000, 160
     base = table(1, 1, vocab, seed=8, scale=2.0)
     target = base + table(TOKENS, 1, vocab, seed=9, scale=0.5)
-    # The draft knows the 512 ids that are likely at every position, in an order of its own.
-    to_target = base.flatten().topk(512).indices
-    draft = target[..., to_target] + table(TOKENS, 1, 512, seed=10, scale=0.5)
+    # The draft knows the 256 ids that are likely at every position, in an order of its own.
+    to_target = base.flatten().topk(256).indices
+    draft = target[..., to_target] + table(TOKENS, 1, 256, seed=10, scale=0.5)
     # One previous token stands for all: the tables depend on the position alone.
     case = Case(target.expand(-1, vocab, -1), draft.expand(-1, vocab, -1), drafts=2, to_target=to_target)
     counts = torch.zeros(TOKENS, vocab)

@@ -311,11 +311,19 @@ def test_cuts(rule: str) -> None:
     torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("rule", STEP_NOISE_RULES)
-@pytest.mark.parametrize(("drawn", "own"), [(0, None), (2, None), (3, 200), (2, 250)])
-def test_drafts_with_logits_are_verified_as_in_the_reference(rule: str, drawn: int, own: int | None) -> None:
+@pytest.mark.parametrize(
+    ("drawn", "own", "cuts", "rule"),
+    [
+        *((drawn, own, False, rule) for drawn, own in ((0, None), (3, 200)) for rule in STEP_NOISE_RULES),
+        (2, None, True, "probabilistic"),
+        (2, 250, True, "block"),
+    ],
+)
+def test_drafts_with_logits_are_verified_as_in_the_reference(
+    drawn: int, own: int | None, cuts: bool, rule: str
+) -> None:
     given = with_draft_logits(problem(12, 3, 300), drawn, own)
-    if drawn == 2:
+    if cuts:
         given = with_cuts(given)
     wanted, found = reference(given, rule, "raw"), launch(given, rule, "raw")
     assert_same_tokens(found, wanted)
