@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,14 +33,8 @@ class Packed(Scheme):
         return (list(weight),)
 
     def wants_few_rows(self, dtype: torch.dtype) -> bool:
-        """In every dtype but that of checks."""
-        return dtype != torch.float64
-
-    def few_rows_form(
-        self, weight: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-        """The form that the format has, for which tensors are laid out anew."""
-        return self.form.few_rows_form(weight, dtype)
+        """Not at all: the op itself has a variant for CPUs."""
+        return False
 
     def weight_of(self, module: nn.Module) -> tuple[Tensor, ...] | None:
         """The tensors of every module that holds those of the format, and else at most a bias.
