@@ -72,7 +72,8 @@ def product(form: Format, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
     rows = functional.pad(rows, (0, -inputs % (lanes * of_word)))
     # The first numbers of as many words as there are lanes, then their second ones, and so on.
     rows = rows.view(len(rows), -1, lanes, of_word).mT.contiguous()
-    scale, zeros = (None if part is None else part.contiguous() for part in form.factors(weight))
+    scale, zeros = form.factors(weight)
+    scale, zeros = scale.contiguous(), None if zeros is None else zeros.contiguous()
     out = rows.new_empty(len(rows), outputs)
     getattr(functions, form.cpu_product)(
         *(ctypes.c_void_p(None if part is None else part.data_ptr()) for part in (rows, weight[0], scale, zeros, out)),

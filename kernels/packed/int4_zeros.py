@@ -28,7 +28,7 @@ class Int4Zeros(Int4):
     """Integers of four bits in groups of neighbouring inputs, with zero points."""
 
     name = "int4_zeros"
-    cpu_product = "int4_zeros"
+    cpu_product: str | None = "int4_zeros"
     parts: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_zero_point")
     kinds: tuple[str, ...] = ("numbers", "scale", "zero point")
     stack_parts: tuple[str, ...] = ("_packed", "_scale", "_zero_point")

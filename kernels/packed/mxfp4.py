@@ -32,7 +32,7 @@ class Mxfp4(Format):
     stored = torch.uint8
     per_element = 2
     scale_dtypes = (torch.uint8,)
-    cpu_product = "e2m1"
+    cpu_product: str | None = "e2m1"
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiples of a half, from -6 to 6."""

@@ -92,9 +92,8 @@ def load_causal_lm(
     folder = Path(name).expanduser()
     if not _is_packed(folder):
         return load_by_transformers(name, dtype, what, trust_remote_code)
-    if isinstance(dtype, str):
-        dtype = None if dtype == "auto" else getattr(torch, dtype)
-    return load(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    stated = (None if dtype == "auto" else getattr(torch, dtype)) if isinstance(dtype, str) else dtype
+    return load(folder, dtype=stated, trust_remote_code=trust_remote_code)
 
 
 def _is_packed(folder: Path) -> bool:

@@ -100,6 +100,18 @@ def test_what_surrounds_a_product(name: str) -> None:
     assert_within(gated, expected, 2.0**-21 * expected.abs())
 
 
+def test_threads_share_outputs_without_other_bits() -> None:
+    weight, x, before = packed("mxfp4", 201, 288), normal(5, 288, seed=1), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(PACKED_LINEAR.form("cpu")(x, weight, format="mxfp4"))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if not FORMATS[name].own_inputs])
 def test_every_row_meets_its_own_expert(name: str) -> None:
     weight, ids = packed(name, 4, 72, 96), torch.tensor([2, 0, 2, 3, 0, 2])
