@@ -6,14 +6,14 @@ numbers of a word have one scale, with which the sum over the word is multiplied
 the number of registers, meet a number when it is made. The sums of a row are the same in the same order whatever stands
 beside it, so that its bits do not depend on the other rows.
 
-Milliseconds of one thread on an AMD EPYC with AVX2 (Zen 3), for a weight ``[8192, 2048]`` (*dense*: ``linear`` with
+CPU milliseconds of one thread on an AMD EPYC with AVX2 (Zen 3), for a weight ``[8192, 2048]`` (*dense*: ``linear`` with
 the weight in bfloat16; *whole*: with the weight made in float32 from mxfp4 before):
 
 | rows | dense | int4 | mxfp4 | fp8 blocks | int8, a scale for each output | mxfp4, whole |
 |---|---|---|---|---|---|---|
-| 1 | 5.1 | 2.6 | 3.3 | 4.2 | 2.8 | 395 |
-| 4 | 15.1 | 4.2 | 4.8 | 6.0 | 4.3 | |
-| 32 | 112 | 36 | 38 | 36 | 43 | 515 |
+| 1 | 5.2 | 2.5 | 3.3 | 3.7 | 2.5 | 381 |
+| 4 | 16.4 | 4.2 | 4.9 | 5.6 | 4.4 | |
+| 32 | 113 | 30 | 31 | 37 | 31 | 453 |
 
 A compiler for C++ is needed, as for Inductor. Loops that Inductor makes of the same sums, which were tried before, took
 6.5 ms in mxfp4 and 10 in fp8 for one row, since it moves numbers through memory where bits are taken as another type.
@@ -21,11 +21,11 @@ A compiler for C++ is needed, as for Inductor. Loops that Inductor makes of the 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,20 +33,28 @@ from torch.nn import functional
 
 from specgraph.kernels.packed.format import Format
 
-_SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = ("-march=native", "-ffp-contract=fast")
 """For vectors as long as the CPU has, and for sums of products that are rounded once."""
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The functions of ``cpu.cpp``, compiled for this CPU; None where that fails."""
-    from specgraph.compat import CppCodeCache
+class Compiler:
+    """What makes a library of a source in C++ for this CPU, given flags. Kernels import no package that can.
 
-    with contextlib.suppress(Exception):
-        found: ctypes.CDLL = CppCodeCache.load(_SOURCE.read_text(), extra_flags=_FLAGS)
-        return found
-    return None
+    Attributes:
+        load: set by :mod:`specgraph.ir.packed`; returns None where nothing can or may be compiled.
+    """
+
+    load: ClassVar[Callable[[str, tuple[str, ...]], ctypes.CDLL | None]] = staticmethod(lambda source, flags: None)
+
+
+def library() -> ctypes.CDLL | None:
+    """The functions of ``cpu.cpp``; None where they cannot be compiled."""
+    return Compiler.load(_source(), _FLAGS)
+
+
+@functools.cache
+def _source() -> str:
+    return Path(__file__).with_name("cpu.cpp").read_text()
 
 
 def covers(form: Format, x: Tensor, weight: Sequence[Tensor]) -> bool:
@@ -57,13 +65,11 @@ def covers(form: Format, x: Tensor, weight: Sequence[Tensor]) -> bool:
     group = min(form.block(inputs, weight[1])[1], inputs)
     if inputs % of_word or group % of_word or not weight[0].is_contiguous():
         return False
-    from specgraph.compat import dynamo_config  # takes a second
-
-    return not dynamo_config.disable and library() is not None
+    return library() is not None
 
 
 def product(form: Format, x: Tensor, weight: Sequence[Tensor]) -> Tensor:
-    """``x @ weight.T`` in float32, ``[..., O]``, for what :func:`covers` takes, whether or not compiling is allowed."""
+    """``x @ weight.T`` in float32, ``[..., O]``, for what :func:`covers` takes."""
     functions = library()
     assert functions is not None and form.cpu_product is not None, "covers has said so"
     inputs, outputs, of_word = x.shape[-1], weight[0].shape[0], _numbers_of_word(form)

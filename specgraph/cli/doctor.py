@@ -315,6 +315,7 @@ def _ways(kind: str, device: Any) -> dict[str, list[str]]:
 
     Stacks of experts are named where they have another way than linear layers.
     """
+    import specgraph.ir.packed  # noqa: F401  (says how C++ is compiled)
     from specgraph.kernels.packed.ways import WAYS, published, way_of
 
     found: dict[str, list[str]] = {way: [] for way in WAYS}

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 import specgraph.kernels.packed.experts
 import specgraph.kernels.packed.linear  # noqa: F401  (both register ops)
+from specgraph.ir.compiling import compile_library
 from specgraph.ir.scheme import Scheme
 from specgraph.ir.tensors import equal_tensors
+from specgraph.kernels.packed.cpu import Compiler
 from specgraph.kernels.packed.format import Format
 
+Compiler.load = staticmethod(compile_library)
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """The stacked weights of a mixture of experts, as transformers names them."""
 

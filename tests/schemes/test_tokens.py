@@ -102,7 +102,6 @@ def test_tokens_are_those_of_the_dequantised_model(
 
 
 @pytest.mark.usefixtures("torch_compile")
-@pytest.mark.skipif(cpu.library() is None, reason="needs a compiler for C++")
 @pytest.mark.parametrize(("architecture", "scheme"), [("llama", "int4"), ("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
 def test_tokens_by_products_that_expand_numbers_on_a_cpu(
     architecture: str, scheme: str, monkeypatch: pytest.MonkeyPatch

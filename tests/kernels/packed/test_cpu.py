@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import specgraph.ir.packed  # noqa: F401  (says how C++ is compiled)
 from specgraph.kernels.linear.linear import NORM_PARTS
-from specgraph.kernels.packed import cpu
 from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
 from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PACKED_LINEAR_NORM, PackedLinear
 from tests.kernels.packed.definition import VALUES
 from tests.kernels.rounding import assert_within
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs a compiler for C++")
+pytestmark = pytest.mark.usefixtures("torch_compile")
 NAMES = sorted(name for name, form in FORMATS.items() if form.cpu_product is not None)
 names = pytest.mark.parametrize("name", NAMES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -127,13 +127,11 @@ def test_every_row_meets_its_own_expert(name: str) -> None:
     [("int4_act_order", normal(2, 96)), ("mxfp4", normal(2, 96).double()), ("mxfp4", normal(0, 96)),
      ("fp8_blocks", normal(2, 30)), ("int4_arranged", normal(2, 256))],
 )  # fmt: skip
-@pytest.mark.usefixtures("torch_compile")
 def test_other_products_are_left_to_the_reference(name: str, x: Tensor) -> None:
     weight = list(FORMATS[name].quantise(normal(64, x.shape[1]), 32 if name == "int4_act_order" else None))
     assert PACKED_LINEAR.choose("cpu", PackedLinear(x, weight, format=name)).name == "reference"
 
 
-@pytest.mark.usefixtures("torch_compile")
 def test_it_is_what_runs_on_a_cpu() -> None:
     given = PackedLinear(normal(2, 96), packed("mxfp4", 64, 96), format="mxfp4")
     assert PACKED_LINEAR.choose("cpu", given).name == "cpu"
