@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specgraph.ir.graphs import arguments
+from specgraph.ir.graphs import arguments, calls
 from specgraph.ir.linear import describe
 from specgraph.ir.program import Program
 from specgraph.kernels.pointwise.program import DTYPES
@@ -43,6 +43,7 @@ from specgraph.passes.common.patterns import (
     keep_meta,
     only_user,
     producer,
+    replace,
     replace_by,
     same_sizes,
     value_of,
@@ -77,6 +78,7 @@ class FusePointwise(LoweringPass, invalidates={"traced"}):
         ops = functions = gates = 0
         misses = list[NearMiss]()
         for name, module in program.modules.where(lambda graph: any(map(_is_function, graph.nodes))):
+            _leave_out_clamps(module.graph)
             stay = dict(move_views(module.graph, _is_function))
             misses += [NearMiss(f"{name}.{n.name}", reason) for n, reason in stay.items() if not n._erased]
             chains = list(_chains(module.graph))
@@ -115,6 +117,14 @@ class _Chain:
     inputs: list[fx.Node]
     text: str
     source: fx.Node | None = None
+
+
+def _leave_out_clamps(graph: fx.Graph) -> None:
+    """Read what a clamp without a finite limit returns."""
+    for node in list(calls(graph, aten.clamp.default)):
+        given = arguments(node)
+        if given["min"] in (None, -math.inf) and given["max"] in (None, math.inf):
+            replace(node, given["self"])
 
 
 def _is_function(node: fx.Node) -> bool:

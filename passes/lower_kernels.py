@@ -34,6 +34,7 @@ from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.common.gate_norms import gate_norms
 from specgraph.passes.common.group_norms import group_norms
 from specgraph.passes.common.patterns import (
+    PARTS,
     RMS_NORM,
     aten,
     dispatched,
@@ -250,7 +251,7 @@ def _take_activation(linear: _Joined) -> str | None:
     user = only_user(linear.end)
     if user is None:
         return None
-    if user.target in (aten.split_with_sizes.default, aten.chunk.default):
+    if user.target in PARTS:
         return _take_gate(linear, user)
     name = _activation(user)
     if name is not None:

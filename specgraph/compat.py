@@ -70,6 +70,9 @@ if TYPE_CHECKING:
     # Compiles C++ while something else runs.
     from torch._inductor.async_compile import AsyncCompile
 
+    # Compiles C++ for this CPU, once for each source, and loads it.
+    from torch._inductor.codecache import CppCodeCache
+
     # Inductor as a function of a graph and its inputs, to which settings can be given.
     from torch._inductor.compile_fx import compile_fx
 
@@ -94,6 +97,7 @@ foreach_copy = torch._foreach_copy_
 
 _LATE = {
     "AsyncCompile": "torch._inductor.async_compile",
+    "CppCodeCache": "torch._inductor.codecache",
     "ConstantSource": "torch._dynamo.source",
     "CustomGraphPass": "torch._inductor.custom_graph_pass",
     "DimDynamic": "torch.fx.experimental.symbolic_shapes",

@@ -127,9 +127,13 @@ class NormParts:
 
 def linear_reference(given: Linear | LinearNorm) -> Tensor:
     """:class:`Linear` in plain PyTorch."""
-    x, bias, sum_sq, residual = given.x, given.bias, given.sum_sq, given.residual
-    exact = torch.promote_types(x.dtype, torch.float32)
-    out = functional.linear(x.to(exact), given.weight.to(exact))
+    exact = torch.promote_types(given.x.dtype, torch.float32)
+    return finished(given, functional.linear(given.x.to(exact), given.weight.to(exact)))
+
+
+def finished(given: Any, out: Tensor) -> Tensor:
+    """What follows the product ``out``, in float32 or float64, of :class:`Linear` or arguments that have its fields."""
+    x, bias, sum_sq, residual, exact = given.x, given.bias, given.sum_sq, given.residual, out.dtype
     if sum_sq is not None:
         out = out * torch.rsqrt(sum_sq.to(exact).sum(-1, keepdim=True) / x.shape[-1] + given.norm_eps)
     out = _activated(out if bias is None else out + bias.to(exact), given.activation)

@@ -21,7 +21,7 @@ Numbers keep their shape, and their name in a module says that they are arranged
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class Arranged(Format):
     digits: tuple[int, ...] = (4, 2, 2, 4, 2)
     order: tuple[int, ...]
     in_stacks: bool = False
+    cpu_product: str | None = None
 
     @property
     def together(self) -> int:
@@ -115,12 +116,6 @@ class Arranged(Format):
     def quantise(self, weight: Tensor, group_size: int | None = None) -> tuple[Tensor, ...]:
         """As the published format, then sorted."""
         return self.arrange(super().quantise(weight, group_size))
-
-    def few_rows_form(
-        self, weight: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-        """That of the published format."""
-        return super().few_rows_form(self.restore(weight), dtype)
 
 
 class ArrangedInt4(Arranged, Int4):

@@ -38,6 +38,7 @@ class EightBits(Format):
 
     def __init__(self, name: str, stored: torch.dtype, *, quantises_rows: bool) -> None:
         self.name, self.stored, self.quantises_rows = name, stored, quantises_rows
+        self.cpu_product = "e4m3" if stored.is_floating_point else "int8"
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiples of ``2 ** -9`` from -448 to 448, or integers from -128 to 127."""

@@ -6,6 +6,7 @@ a stack of weights in a format (:mod:`specgraph.kernels.packed.format`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -24,10 +25,12 @@ from specgraph.kernels.linear.experts import (
     launch_experts,
     packed_tiles,
 )
-from specgraph.kernels.linear.linear import Linear, hopper, linear_reference
+from specgraph.kernels.linear.linear import hopper
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.packed import cpu
 from specgraph.kernels.packed.arranged import Arranged
 from specgraph.kernels.packed.formats import format_of
+from specgraph.kernels.packed.linear import PackedLinear, packed_linear_cpu, packed_linear_reference
 from specgraph.kernels.packed.operands import packed_operands, packed_words
 
 
@@ -59,16 +62,28 @@ class PackedExpertLinear:
 
 def packed_expert_linear_reference(given: PackedExpertLinear) -> Tensor:
     """:class:`PackedExpertLinear` in plain PyTorch."""
-    form, x, ids = format_of(given.format), given.x, given.expert_ids
-    exact = torch.promote_types(x.dtype, torch.float32)
-    rows = form.quantise_rows(x).to(exact).repeat_interleave(given.top_k, 0)
+    return _one_after_another(given, packed_linear_reference)
+
+
+def packed_expert_linear_cpu(given: PackedExpertLinear) -> Tensor:
+    """The same by a function that reads weights as they are stored."""
+    return _one_after_another(given, packed_linear_cpu)
+
+
+def _one_after_another(given: PackedExpertLinear, product: Callable[[PackedLinear], Tensor]) -> Tensor:
+    """The products of one expert after another."""
+    x, ids = given.x.repeat_interleave(given.top_k, 0), given.expert_ids
     out = x.new_empty(len(ids), given.weight[0].shape[1])
     for expert in sorted(set(ids.tolist())):
         chosen = ids == expert
-        weight = form.dequantise([part[expert] for part in given.weight], exact)
+        weight = [part[expert] for part in given.weight]
         bias = None if given.bias is None else given.bias[expert]
-        out[chosen] = linear_reference(Linear(rows[chosen], weight, bias)).to(x.dtype)
+        out[chosen] = product(PackedLinear(x[chosen], weight, bias, format=given.format))
     return gated(out, given.gate, given.pairs)
+
+
+def _cpu_covers(given: PackedExpertLinear) -> bool:
+    return cpu.covers(format_of(given.format), given.x, given.weight)
 
 
 def packed_expert_linear_triton(given: PackedExpertLinear, *, tiling: Tiles | None = None) -> Tensor:
@@ -129,7 +144,10 @@ PACKED_EXPERT_LINEAR = declare(
     "packed_expert_linear", PackedExpertLinear, _packed_expert_linear_fake,
     (
         Variant("hopper", packed_expert_linear_hopper, batch_invariant=True, covers=_hopper_covers),
-        *triton_or_reference(packed_expert_linear_triton, packed_expert_linear_reference, covers=not_float64("x")),
+        *triton_or_reference(
+            packed_expert_linear_triton, packed_expert_linear_reference, covers=not_float64("x"),
+            cpu=packed_expert_linear_cpu, cpu_covers=_cpu_covers,
+        ),
     ),
 )
 packed_expert_linear = PACKED_EXPERT_LINEAR.function

@@ -10,7 +10,7 @@ A stack of weights has a dimension for its experts in front of all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class Format:
             be joined or stacked; empty if nothing.
         expanded: whether the kernels multiply numbers as they are stored. For other formats they take the whole weight
             in float32.
+        cpu_product: the function of ``cpu.cpp`` that reads its numbers; None if there is none.
         named: whether a module is of this format only if its attribute ``format`` says so, since others have the same
             tensors.
     """
@@ -57,6 +58,7 @@ class Format:
     shared: str = "scale"
     own_inputs: str = ""
     expanded: bool = True
+    cpu_product: str | None = None
     named: bool = False
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -138,14 +140,12 @@ class Format:
         """Round a weight ``[..., O, I]`` to the nearest that the format can hold: the tensors of :attr:`parts`."""
         raise NotImplementedError
 
-    def few_rows_form(
-        self, weight: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-        """What computes a product of few rows in ``dtype`` on a CPU, ``(x, *tensors, bias)``, and its tensors.
+    def factors(self, weight: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The scales of a weight as the function of ``cpu.cpp`` takes them, and its zero points if there are any.
 
-        There are as many tensors as the weight has. None if there is no such form.
+        They are in float32. Scales that are exponents of two may stay uint8.
         """
-        return None
+        return self.scales(weight[1], torch.float32), None
 
     def quantise_rows(self, x: Tensor, weight: Sequence[Tensor] = ()) -> Tensor:
         """Rows ``[..., I]`` as the format quantises activations, in the dtype of ``x`` promoted to float32 at least.

@@ -31,6 +31,7 @@ class Fp8Blocks(Format):
     stored = torch.float8_e4m3fn
     scale_dtypes = (torch.float32, torch.bfloat16, torch.float64)
     quantises_rows = True
+    cpu_product: str | None = "e4m3"
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiples of ``2 ** -9``, from -448 to 448."""

@@ -7,13 +7,10 @@ added, and eight numbers of neighbouring inputs stand in one int32, the first of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.packed.few_rows import few_rows_int4, int4_tiles
 from specgraph.kernels.packed.format import Format, join_nibbles, kept, nibbles
 
 OFFSET = 8
@@ -35,6 +32,7 @@ class Int4(Format):
     stack_parts: tuple[str, ...] = ("_packed", "_scale")
     stored = torch.int32
     per_element = 8
+    cpu_product: str | None = "int4"
     scale_dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     """The last one is that of a model which was cast to check it."""
 
@@ -50,13 +48,6 @@ class Int4(Format):
             groups > 0 and inputs % groups == 0,
             lambda: f"scale has {groups} groups for {inputs} inputs; the number of groups must divide that of inputs",
         )
-
-    def few_rows_form(
-        self, weight: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-        """PyTorch's kernel, for bfloat16."""
-        tensors = int4_tiles(weight[0], weight[1], dtype)
-        return None if tensors is None else (few_rows_int4, tensors)
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
         """Groups have to be full, and to consist of whole words."""

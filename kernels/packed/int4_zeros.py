@@ -11,7 +11,7 @@ sort inputs by their activations need (``desc_act`` of GPTQ), a fourth tensor ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Int4Zeros(Int4):
     """Integers of four bits in groups of neighbouring inputs, with zero points."""
 
     name = "int4_zeros"
+    cpu_product: str | None = "int4_zeros"
     parts: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_zero_point")
     kinds: tuple[str, ...] = ("numbers", "scale", "zero point")
     stack_parts: tuple[str, ...] = ("_packed", "_scale", "_zero_point")
@@ -60,14 +61,14 @@ class Int4Zeros(Int4):
 
     def _values(self, weight: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers ``[..., O, I]``, and scales and zero points ``[..., O, I / G]``."""
-        numbers, scale = self.numbers(weight[0], dtype), self.scales(weight[1], dtype)
-        return numbers, scale, self.numbers(weight[2].mT, dtype).mT[..., : numbers.shape[-2], :]
+        return self.numbers(weight[0], dtype), self.scales(weight[1], dtype), self._zeros(weight, dtype)
 
-    def few_rows_form(
-        self, weight: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-        """None: PyTorch's kernel has no such zero points."""
-        return None
+    def _zeros(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return self.numbers(weight[2].mT, dtype).mT[..., : weight[0].shape[-2], :]
+
+    def factors(self, weight: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Scales and zero points ``[O, I / G]``."""
+        return self.scales(weight[1], torch.float32), self._zeros(weight, torch.float32)
 
     def shapes(
         self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype
@@ -101,6 +102,7 @@ class Int4ActOrder(Int4Zeros):
     """Integers of four bits with zero points, in groups of any inputs. There are no stacks of such weights."""
 
     name = "int4_act_order"
+    cpu_product = None
     parts = (*Int4Zeros.parts, "weight_g_idx")
     kinds = (*Int4Zeros.kinds, "group index")
     stack_parts = (*Int4Zeros.stack_parts, "_g_idx")

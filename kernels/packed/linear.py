@@ -22,6 +22,7 @@ from specgraph.kernels.linear.linear import (
     LinearNorm,
     NormParts,
     filled,
+    finished,
     hopper,
     linear_fake,
     linear_norm_fake,
@@ -32,6 +33,7 @@ from specgraph.kernels.linear.linear import (
 )
 from specgraph.kernels.linear.product import Tiles, is_gated, launch_tiles
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.packed import cpu
 from specgraph.kernels.packed.arranged import Arranged
 from specgraph.kernels.packed.formats import format_of
 from specgraph.kernels.packed.operands import packed_operands, packed_words
@@ -107,6 +109,17 @@ def packed_linear_norm_reference(given: PackedLinearNorm) -> tuple[Tensor, Tenso
     return (out, *norm_parts_reference(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
+def packed_linear_cpu(given: PackedLinear | PackedLinearNorm) -> Tensor:
+    """:class:`PackedLinear` by a function that reads the weight as it is stored."""
+    return finished(given, cpu.product(format_of(given.format), given.x, given.weight))
+
+
+def packed_linear_norm_cpu(given: PackedLinearNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for :class:`PackedLinearNorm`."""
+    out = packed_linear_cpu(given)
+    return (out, *norm_parts_reference(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
+
+
 def packed_linear_triton(
     given: PackedLinear | PackedLinearNorm, *, tiling: Tiles | None = None, pdl: bool | None = None
 ) -> Any:
@@ -147,6 +160,10 @@ def _hopper_covers(given: PackedLinear | PackedLinearNorm) -> bool:
     return found is not None and hopper().covers_packed(x, *found, is_gated(given.activation), given.sum_sq is not None)
 
 
+def _cpu_covers(given: PackedLinear | PackedLinearNorm) -> bool:
+    return cpu.covers(format_of(given.format), given.x, given.weight)
+
+
 def _exact(given: PackedLinear | PackedLinearNorm) -> Linear:
     """The product with the dequantised weight, in float32 or float64."""
     form = format_of(given.format)
@@ -183,10 +200,16 @@ def _packed_linear_norm_fake(given: PackedLinearNorm) -> tuple[Tensor, Tensor, T
 HOPPER = Variant("hopper", packed_linear_hopper, batch_invariant=True, covers=_hopper_covers)
 PACKED_LINEAR = declare(
     "packed_linear", PackedLinear, _packed_linear_fake,
-    (HOPPER, *triton_or_reference(packed_linear_triton, packed_linear_reference, covers=not_float64("x"))),
+    (HOPPER, *triton_or_reference(
+        packed_linear_triton, packed_linear_reference, covers=not_float64("x"), cpu=packed_linear_cpu,
+        cpu_covers=_cpu_covers,
+    )),
 )
 PACKED_LINEAR_NORM = declare(
     "packed_linear_norm", PackedLinearNorm, _packed_linear_norm_fake,
-    (HOPPER, *triton_or_reference(packed_linear_triton, packed_linear_norm_reference, covers=not_float64("x"))),
+    (HOPPER, *triton_or_reference(
+        packed_linear_triton, packed_linear_norm_reference, covers=not_float64("x"), cpu=packed_linear_norm_cpu,
+        cpu_covers=_cpu_covers,
+    )),
 )
 packed_linear = PACKED_LINEAR.function

@@ -9,6 +9,8 @@ experts, and give them a dimension of 16 bytes for each group, ``[E, O, I / 32, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ class Mxfp4(Format):
     stored = torch.uint8
     per_element = 2
     scale_dtypes = (torch.uint8,)
+    cpu_product: str | None = "e2m1"
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiples of a half, from -6 to 6."""
@@ -39,6 +42,10 @@ class Mxfp4(Format):
     def scales(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Powers of two."""
         return torch.ldexp(torch.ones_like(scale, dtype=dtype), scale.to(torch.int32) - BIAS)
+
+    def factors(self, weight: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Exponents as they are stored."""
+        return weight[1], None
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
         """Groups have to be full."""

@@ -44,6 +44,7 @@ class Nvfp4(Format):
     scale_dtypes = (torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.float16, torch.float64)
     """The wider ones are those of a model that was cast."""
     expanded = False
+    cpu_product = "e2m1"
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiples of a half, from -6 to 6."""
@@ -64,8 +65,11 @@ class Nvfp4(Format):
 
     def dequantise(self, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The weight ``[..., O, I]``: quotients of scales in float32, and their products with numbers in ``dtype``."""
-        numbers, scale, of_matrix = weight[:3]
-        return super().dequantise([numbers, scale.float() / of_matrix.float()], dtype)
+        return super().dequantise([weight[0], self.factors(weight)[0]], dtype)
+
+    def factors(self, weight: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Quotients of scales."""
+        return weight[1].float() / weight[2].float(), None
 
     def why_not(self, outputs: int, inputs: int, group_size: int | None) -> str | None:
         """Groups have to be full."""

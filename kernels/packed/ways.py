@@ -14,9 +14,9 @@ from specgraph.kernels.packed.formats import ARRANGED, FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PackedLinear
 from specgraph.kernels.packed.operands import packed_words
 
-HOPPER, TRITON, FEW_ROWS, WHOLE = WAYS = ("hopper", "triton", "few rows", "whole")
-"""Numbers are expanded in registers, few rows by kernels for Hopper; the same by Triton; PyTorch has a kernel for few
-rows; the whole weight is made in float32 for each product."""
+HOPPER, TRITON, CPU, WHOLE = WAYS = ("hopper", "triton", "cpu", "whole")
+"""Numbers are expanded in registers, few rows by kernels for Hopper; the same by Triton, or by a function in C++; the
+whole weight is made in float32 for each product."""
 _SIZE = 256
 """The outputs and the inputs of the example, which all formats can store."""
 
@@ -45,12 +45,11 @@ def way_of(form: Format, kind: str, device: torch.device, *, stacked: bool = Fal
         name = PACKED_EXPERT_LINEAR.choose(kind, PackedExpertLinear(x, weight, None, ids, format=form.name)).name
     else:
         name = PACKED_LINEAR.choose(kind, PackedLinear(x, weight, None, format=form.name)).name
-    if name == HOPPER:
-        return HOPPER
+    if name in (HOPPER, CPU):
+        return name
     if name == TRITON and packed_words(form, _SIZE, x.dtype, weight) is not None:
         return TRITON
-    has_form = kind == "cpu" and not stacked and form.few_rows_form(weight, x.dtype) is not None
-    return FEW_ROWS if has_form else WHOLE
+    return WHOLE
 
 
 def _example(form: Format, device: torch.device, stacked: bool) -> list[Tensor]:

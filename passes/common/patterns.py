@@ -17,7 +17,7 @@ from specgraph.compat import (
     pytree,
     statically_known_true,
 )
-from specgraph.ir.graphs import calls
+from specgraph.ir.graphs import arguments, calls
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import LAYOUT
 from specgraph.passes.base import NearMiss, PassResult
@@ -26,6 +26,8 @@ T = TypeVar("T")
 aten = torch.ops.aten
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 CASTS = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
+PARTS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
+"""Ops that cut a tensor into several along a dimension."""
 CONVERSIONS = (*CASTS, aten.to.device, aten.to.dtype_layout)
 """Ops that change how elements are stored, and no value beyond the rounding to a dtype."""
 
@@ -181,14 +183,17 @@ def insert(before: fx.Node, op: Any, args: Sequence[Any], options: Any = None, n
 
 
 def half_of(value: Any) -> tuple[fx.Node, int] | None:
-    """``x`` and ``i`` of ``x.chunk(2, -1)[i]``; None for any other value."""
+    """``x`` and ``i`` of ``x.chunk(2, -1)[i]``, or of a split into as many columns; None for any other value."""
     part = producer(value, operator.getitem)
-    chunks = None if part is None else producer(part.args[0], aten.chunk.default)
-    if part is None or chunks is None or len(chunks.args) < 3:  # without a dimension, it is the first
+    split = None if part is None else producer(part.args[0], *PARTS)
+    if part is None or split is None:
         return None
-    if chunks.args[1] != 2 or not is_last(chunks.args[2], chunks.args[0]):
+    given, half = arguments(split), value_of(part)
+    x, whole = given["self"], value_of(given["self"])
+    if whole is None or half is None or not is_last(given["dim"], x):
         return None
-    return chunks.args[0], part.args[1]  # type: ignore[return-value]
+    in_two = given["chunks"] == 2 if "chunks" in given else same_sizes([2 * half.shape[-1]], whole.shape[-1:])
+    return (x, part.args[1]) if in_two else None  # type: ignore[return-value]
 
 
 def insert_valued(before: fx.Node, op: Any, *args: Any) -> fx.Node:

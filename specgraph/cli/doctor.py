@@ -304,7 +304,7 @@ def what_runs() -> Iterator[Finding]:
 _WAYS = {
     "hopper": "numbers expanded in registers, in kernels for Hopper where rows are few",
     "triton": "numbers expanded in registers, in Triton kernels",
-    "few rows": "few rows in bfloat16 by a kernel of PyTorch, more rows with the weight made in float32",
+    "cpu": "numbers expanded in registers, in C++ compiled for this CPU",
     "whole": "the weight made in float32 for each product",
 }
 """What the ways of :mod:`specgraph.kernels.packed.ways` are."""
@@ -315,6 +315,7 @@ def _ways(kind: str, device: Any) -> dict[str, list[str]]:
 
     Stacks of experts are named where they have another way than linear layers.
     """
+    import specgraph.ir.packed  # noqa: F401  (says how C++ is compiled)
     from specgraph.kernels.packed.ways import WAYS, published, way_of
 
     found: dict[str, list[str]] = {way: [] for way in WAYS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -74,6 +75,26 @@ def start_compiler() -> None:
                 pending.result()
 
     threading.Thread(target=compile_small_kernel, name="specgraph-start-compiler", daemon=True).start()
+
+
+def compile_library(source: str, flags: tuple[str, ...]) -> ctypes.CDLL | None:
+    """The functions of a source in C++, compiled for this CPU once on a machine.
+
+    None without a compiler, or where ``torch.compile`` is switched off.
+    """
+    from specgraph.compat import dynamo_config  # takes a second
+
+    return None if dynamo_config.disable else _library(source, flags)
+
+
+@functools.cache
+def _library(source: str, flags: tuple[str, ...]) -> ctypes.CDLL | None:
+    from specgraph.compat import CppCodeCache
+
+    with contextlib.suppress(Exception):
+        found: ctypes.CDLL = CppCodeCache.load(source, extra_flags=flags)
+        return found
+    return None
 
 
 def compile_module(module: fx.GraphModule) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 import specgraph.kernels.packed.experts
 import specgraph.kernels.packed.linear  # noqa: F401  (both register ops)
+from specgraph.ir.compiling import compile_library
 from specgraph.ir.scheme import Scheme
 from specgraph.ir.tensors import equal_tensors
+from specgraph.kernels.packed.cpu import Compiler
 from specgraph.kernels.packed.format import Format
 
+Compiler.load = staticmethod(compile_library)
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """The stacked weights of a mixture of experts, as transformers names them."""
 
@@ -33,14 +36,8 @@ class Packed(Scheme):
         return (list(weight),)
 
     def wants_few_rows(self, dtype: torch.dtype) -> bool:
-        """In every dtype but that of checks."""
-        return dtype != torch.float64
-
-    def few_rows_form(
-        self, weight: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-        """The form that the format has, for which tensors are laid out anew."""
-        return self.form.few_rows_form(weight, dtype)
+        """Not at all: the op itself has a variant for CPUs."""
+        return False
 
     def weight_of(self, module: nn.Module) -> tuple[Tensor, ...] | None:
         """The tensors of every module that holds those of the format, and else at most a bias.

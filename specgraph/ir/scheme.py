@@ -54,16 +54,6 @@ class Scheme:
         """Whether products in ``dtype`` should have a form for few rows, so that one without it is worth a note."""
         return dtype == torch.float32
 
-    def few_rows_form(
-        self, weight: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-        """What computes ``traced`` for the few rows of a decode step on a CPU, ``(x, *tensors, bias)``; or None.
-
-        The tensors take the place of those of the weight one by one. A scheme whose form takes the weight as it is has
-        :attr:`few_rows` instead.
-        """
-        return None
-
     def operands(self, weight: Sequence[Any]) -> tuple[Any, ...]:
         """The tensors of a weight, or the nodes that read them, as the ops take them behind ``x``."""
         return tuple(weight)

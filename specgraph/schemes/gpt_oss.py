@@ -10,15 +10,19 @@ from torch import nn
 
 from specgraph.kernels.packed.mxfp4 import MXFP4
 from specgraph.schemes.layout import Layout
+from specgraph.schemes.targets import named
+
+NO_EXPERTS = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+"""What published checkpoints name, and what is no mixture of experts."""
 
 
 @dataclass(frozen=True)
 class GptOss(Layout):
-    """All stacks of experts. ``ignore`` is what ``modules_to_not_convert`` says, which names no experts."""
+    """Stacks of experts. ``ignore`` is what ``modules_to_not_convert`` says, which may name a mixture."""
 
     method: ClassVar[str] = "mxfp4"
 
-    ignore: tuple[str, ...] = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+    ignore: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, stated: Mapping[str, Any]) -> GptOss:
@@ -34,5 +38,5 @@ class GptOss(Layout):
         return {}
 
     def ignores(self, name: str, kind: type[nn.Module]) -> bool:
-        """No stack of experts is left out."""
-        return False
+        """Whether an entry of ``ignore`` is the name or a part of it, as transformers reads it."""
+        return named(name, self.ignore)

@@ -15,7 +15,7 @@ from specgraph.kernels.packed.mxfp4 import MXFP4
 from specgraph.schemes.awq import Awq
 from specgraph.schemes.compressed_tensors import CompressedTensors
 from specgraph.schemes.fine_grained import FineGrained
-from specgraph.schemes.gpt_oss import GptOss
+from specgraph.schemes.gpt_oss import NO_EXPERTS, GptOss
 from specgraph.schemes.gptq import Gptq
 from specgraph.schemes.layout import Layout, check_one_of
 
@@ -49,6 +49,6 @@ def layout_for(model: nn.Module, scheme: str, group_size: int | None, ignore: Se
     if scheme == "fp8":
         return FineGrained(FP8_BLOCKS, group_size, tuple(ignore))
     if scheme == "mxfp4" and getattr(getattr(model, "config", None), "model_type", None) == "gpt_oss":
-        return GptOss(MXFP4, group_size)
+        return GptOss(MXFP4, group_size, tuple(dict.fromkeys((*NO_EXPERTS, *ignore))))
     size = _GROUPS.get(scheme) if group_size is None else group_size
     return CompressedTensors(format_of(scheme), size, tuple(ignore))

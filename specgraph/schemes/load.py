@@ -22,8 +22,9 @@ from specgraph.schemes.published import save_as_published
 
 
 def load(
-    folder: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> PreTrainedModel:
+    folder: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:  # fmt: skip
     """A causal LM from the folder of a checkpoint, in evaluation mode, with packed weights if it has such.
 
     If its ``config.json`` says that weights are quantised, it has to be in a layout that is known: that of
@@ -41,6 +42,7 @@ def load(
         device: where the weights come; the CPU by default.
         dtype: that of all weights that are not quantised; by default the one that ``config.json`` states. The scales of
             quantised weights stay in the dtype in which they are stored.
+        trust_remote_code: whether to run code that comes with the model.
 
     Raises:
         ConfigError: there are no such files, they are damaged, or transformers has no causal LM of this kind.
@@ -51,14 +53,14 @@ def load(
     path = Path(folder).expanduser()
     stated = read_json(path / "config.json").get("quantization_config")
     if stated is None:
-        model = load_by_transformers(path, dtype or "auto", f"folder={str(folder)!r}")
+        model = load_by_transformers(path, dtype or "auto", f"folder={str(folder)!r}", trust_remote_code)
         return model.to(device) if device is not None else model
     try:
         layout = read_layout(stated)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path / 'config.json'}: {error}") from None
     files, place = open_files(path), torch.device(device or "cpu")
-    model = _empty_model(path, dtype)
+    model = _empty_model(path, dtype, trust_remote_code)
     layout, files = layout.adapted(files, model.state_dict().keys())
     names = Names(model, layout.form, layout.renamed)
     pieces = names.pieces(files.tensors)
@@ -90,9 +92,8 @@ def load_causal_lm(
     folder = Path(name).expanduser()
     if not _is_packed(folder):
         return load_by_transformers(name, dtype, what, trust_remote_code)
-    if isinstance(dtype, str):
-        return load(folder, dtype=None if dtype == "auto" else getattr(torch, dtype))
-    return load(folder, dtype=dtype)
+    stated = (None if dtype == "auto" else getattr(torch, dtype)) if isinstance(dtype, str) else dtype
+    return load(folder, dtype=stated, trust_remote_code=trust_remote_code)
 
 
 def _is_packed(folder: Path) -> bool:
@@ -103,13 +104,15 @@ def _is_packed(folder: Path) -> bool:
     return isinstance(stated, Mapping) and stated.get("quant_method") in (*LAYOUTS, *FOREIGN)
 
 
-def _empty_model(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def _empty_model(path: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """The model on ``meta``, without packed weights."""
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         del config.quantization_config
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype or config.dtype or torch.float32, trust_remote_code=trust_remote_code
+            )
     except DAMAGED as error:
         raise not_loaded(f"folder={str(path)!r}", path, error) from error
 

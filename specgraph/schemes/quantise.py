@@ -40,8 +40,9 @@ def quantise(
             and the weights of other schemes are made in float32 for each product.
         group_size: how many inputs have one scale in ``int4`` and ``int4_zeros``: a multiple of 8 that divides the
             inputs of every layer, or -1 for all inputs of each; 128 by default.
-        ignore: layers that are left as they are: their names or, but for ``fp8``, expressions behind ``re:``, which the
-            beginning of a name has to match. A mixture of experts is left out by its name, or by those that files give
+        ignore: layers that are left as they are: their names or expressions behind ``re:``, which the beginning of a
+            name has to match. For ``fp8``, and for gpt-oss in ``mxfp4``, these are expressions as transformers has them
+            in ``modules_to_not_convert``. A mixture of experts is left out by its name, or by those that files give
             all of its matrices.
 
     Returns:

@@ -80,11 +80,12 @@ def shown_ways(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
             if line.startswith("  packed, ")}  # fmt: skip
 
 
+@pytest.mark.usefixtures("torch_compile")
 def test_it_says_how_packed_weights_are_multiplied(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "decode=false"]) == 0
     found = shown_ways(capsys)
     if not torch.cuda.is_available():
-        assert found["few rows"] == "int4" and "experts in int4" in found["whole"] and "mxfp4" in found["whole"]
+        assert {"int4", "mxfp4", "nvfp4_rows"} <= {*found["cpu"].split(", ")} and found["whole"] == "int4_act_order"
     arranged = {form.name for form in ARRANGED.values()}
     named = {name for formats in found.values() for name in formats.split(", ")}
     assert {name for name in named if not name.startswith("experts in ")} == FORMATS.keys() - arranged
@@ -101,7 +102,7 @@ def test_the_ways_of_a_gpu_are_what_the_ops_choose(is_hopper: bool, monkeypatch:
         assert (found["hopper"], found["triton"]) == (expanded, ["experts in int4", "experts in fp8_blocks"])
     else:
         assert "hopper" not in found and found["triton"] == expanded
-    assert "few rows" not in found and {"nvfp4", "int4_zeros", "fp8_static"} <= {*found["whole"]}
+    assert "cpu" not in found and {"nvfp4", "int4_zeros", "fp8_static"} <= {*found["whole"]}
 
 
 def test_every_optional_package_has_a_purpose(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -189,6 +190,12 @@ GATES = {
     "exchanged": (lambda y: swiglu(*reversed(halves(y))), "x0 * silu(x1)", False),
     "clamped": (lambda y: swiglu((g := pairs(y))[0].clamp(max=1.0), g[1].clamp(-1.0, 1.0) + 1),
                 "(clamp_max(clamp_min(x1, -1.0), 1.0) + 1) * silu(clamp_max(x0, 1.0))", True),
+    "split": (lambda y: swiglu(*y.split(3, -1)), "x1 * silu(x0)", False),
+    "split into sizes": (lambda y: swiglu(*y.split([3, 3], 1)), "x1 * silu(x0)", False),
+    "clamped to nothing": (lambda y: swiglu(halves(y)[0], halves(y)[1].clamp(-math.inf, math.inf)), "x1 * silu(x0)",
+                           False),
+    "unequal parts": (lambda y: swiglu(y.split([2, 4], 1)[0], y.split([2, 4], 1)[1][:, :2]), None, False),
+    "two of three parts": (lambda y: swiglu(*y.split(2, -1)[:2]), None, False),
     "read elsewhere": (lambda y: torch.cat([swiglu(*halves(y)), y], 1), None, False),
     "a half read elsewhere": (lambda y: torch.cat([swiglu(*halves(y)), halves(y)[0].cumsum(1)], 1), None, False),
     "one half": (lambda y: halves(y)[0] * nn.functional.silu(halves(y)[0]), None, False),
@@ -219,6 +226,18 @@ def test_gated_experts_compute_the_same_tokens(architecture: str, scheme: str) -
     assert len([node for node in nodes if node.kwargs.get("gate")]) == 2
     combined = "x0 + bfloat16(float32(x1 * x2) + float32(x3 * x4))"  # of two experts and the residual
     assert [node.args[1] for node in nodes if node.target is POINTWISE].count(combined) == 2
+    plain = compiled(model, k=2, lowering={"name": "gpu"}, passes={"fuse_pointwise": {"enabled": False}})
+    outs = [d.generate(prompts, max_new_tokens=10, temperature=1.0, seed=1) for d in (decoder, plain)]
+    assert all(map(torch.equal, outs[0].new_tokens, outs[1].new_tokens))
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "kimi_linear", "bailing_hybrid", "step_text"])
+def test_gates_that_are_split_or_clamped_to_nothing_are_taken(architecture: str) -> None:
+    model, prompts = make_model(architecture), ragged_prompts((3, 9))
+    decoder = compiled(model, k=2, lowering={"name": "gpu"})
+    graph = decoder.stages["fuse_pointwise"].modules["target"].graph
+    up, _ = calls(graph, torch.ops.specgraph.expert_linear.default)  # of the one layer that has experts
+    assert up.kwargs["gate"] == "silu(x0) * x1"
     plain = compiled(model, k=2, lowering={"name": "gpu"}, passes={"fuse_pointwise": {"enabled": False}})
     outs = [d.generate(prompts, max_new_tokens=10, temperature=1.0, seed=1) for d in (decoder, plain)]
     assert all(map(torch.equal, outs[0].new_tokens, outs[1].new_tokens))

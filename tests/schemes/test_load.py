@@ -398,6 +398,26 @@ def test_the_defaults_of_generation_are_loaded(tmp_path: Path) -> None:
     assert specgraph.load(saved(model, tmp_path)).generation_config.max_new_tokens == 7
 
 
+@pytest.mark.parametrize("scheme", [None, "int4"])
+def test_code_of_a_model_runs_if_it_is_trusted(scheme: str | None, tmp_path: Path) -> None:
+    model = make_model("llama") if scheme is None else of_scheme("llama", scheme)
+    config = json.loads((saved(model, tmp_path) / "config.json").read_text())
+    classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": classes}))
+    (tmp_path / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
+    )
+    with pytest.raises(ConfigError, match="if you trust it, set trust_remote_code=true"):
+        specgraph.load(tmp_path)
+    found = specgraph.load(tmp_path, trust_remote_code=True)
+    assert type(found).__name__ == "MineForCausalLM"
+    expected = model.state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+
+
 def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path) -> None:
     folder = changed(quantised(), tmp_path, lambda _, config: config.update(model_type="lama"))
     with pytest.raises(ConfigError, match=r"folder=.* cannot be loaded as a causal LM: .*lama"):

@@ -27,6 +27,7 @@ from specgraph.schemes.gpt_oss import GptOss
 from specgraph.schemes.layout import Layout
 from specgraph.schemes.layouts import read_layout
 from tests.models import make_model, saved
+from tests.schemes.files import assert_equal_models
 from tests.schemes.models import FORMATS, SCHEMES, packed_experts, packed_layers, quantised, sizes
 
 
@@ -79,6 +80,15 @@ def test_what_is_ignored_stays(ignore: tuple[str, ...], left: set[str]) -> None:
     model = specgraph.quantise(make_model("llama"), group_size=16, ignore=ignore)
     names = {name.removeprefix("model.") for name, layer in model.named_modules() if type(layer) is nn.Linear}
     assert names == left | ({"lm_head"} if "lm_head" in ignore else set())
+
+
+@pytest.mark.parametrize("ignore", ["model.layers.0.mlp", r"model\.layers\.0", "layers.0.mlp.experts"])
+def test_experts_of_gpt_oss_that_are_ignored_stay(ignore: str, tmp_path: Path) -> None:
+    model = specgraph.quantise(make_model("gpt_oss", intermediate_size=64), "mxfp4", ignore=("lm_head", ignore))
+    for found in (model, specgraph.load(saved(model, tmp_path))):
+        assert [*packed_experts(found)] == ["model.layers.1.mlp.experts"]
+        assert ignore in found.config.quantization_config["modules_to_not_convert"]
+        assert_equal_models(found, model)
 
 
 def test_the_configuration_is_one_of_compressed_tensors() -> None:

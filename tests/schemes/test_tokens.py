@@ -18,6 +18,8 @@ from specgraph.frontend.tracing import trace
 from specgraph.ir import linear as linears
 from specgraph.ir.linear import packed_tensors, scheme_of, stacks_of
 from specgraph.ir.traffic import reads_of
+from specgraph.kernels.packed import cpu
+from specgraph.kernels.packed.format import Format
 from specgraph.kernels.packed.formats import format_of
 from specgraph.passes.few_rows import FewRows
 from specgraph.passes.pipeline import run_passes
@@ -99,6 +101,25 @@ def test_tokens_are_those_of_the_dequantised_model(
     assert any(linear.expert_ids is None for linear in found) == bool(packed_layers(model))
     tokens = made.generate(PROMPTS, max_new_tokens=NEW_TOKENS).new_tokens
     assert_same_tokens(dense(architecture, scheme, dtype), PROMPTS, tokens, greedy(architecture, scheme, dtype))
+
+
+@pytest.mark.usefixtures("torch_compile")
+@pytest.mark.parametrize(("architecture", "scheme"), [("llama", "int4"), ("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
+def test_tokens_by_products_that_expand_numbers_on_a_cpu(
+    architecture: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, product, names = quantised(architecture, scheme, torch.float32), cpu.product, set[str]()
+
+    def counted(form: Format, x: Tensor, weight: list[Tensor]) -> Tensor:
+        names.add(form.name)
+        return product(form, x, weight)
+
+    monkeypatch.setattr(cpu, "product", counted)
+    made = decoder(model, "ngram", 3, "eager")
+    tokens = made.generate(PROMPTS, max_new_tokens=NEW_TOKENS).new_tokens
+    expected = greedy(architecture, scheme, torch.float32)
+    assert_same_tokens(dense(architecture, scheme, torch.float32), PROMPTS, tokens, expected)
+    assert names == {FORMATS[scheme]}
 
 
 SAMPLING: dict[str, Any] = {"temperature": [0.0] * 3 + [0.8] * 3, "seed": [0, 0, 0, 11, -5, 1 << 40]}
@@ -438,19 +459,10 @@ def few_rows(model: PreTrainedModel) -> tuple[int, set[str]]:
     return report.result.matches, {miss.reason for miss in report.result.near_misses}
 
 
-def test_layers_of_int4_in_bfloat16_have_a_form_for_few_rows() -> None:
-    """Groups of 32 and outputs in multiples of 32, as the kernel has them: not the keys and values, which have 16."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "intermediate_size": 64}
-    assert few_rows(specgraph.quantise(make_model("llama", **options), group_size=32)) == (
-        2 * 5,
-        {"int4 has no such product"},
-    )
-    assert few_rows(specgraph.quantise(make_model("llama", **options), "fp8")) == (
-        0,
-        {"fp8_blocks has no such product"},
-    )
-    exact = specgraph.quantise(make_model("llama", dtype=torch.float64, intermediate_size=64), group_size=32)
-    assert few_rows(exact) == (0, set())
+@pytest.mark.parametrize(("dtype", "matches"), [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_the_op_of_packed_layers_is_left_as_it_is(dtype: torch.dtype, matches: int) -> None:
+    """It has a variant for CPUs. In float32 the projection onto the vocabulary is replaced."""
+    assert few_rows(quantised("llama", "int4", dtype)) == (matches, set())
 
 
 def test_a_weight_that_the_graph_computes_has_a_form_for_few_rows() -> None:
