@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specgraph import InputError, SpeculativeDecoder
-from specgraph.kernels.processors.ngrams import MOST
 from specgraph.passes.insert_processors import OPTIONS as STATE_OF_THE_PASS
-from specgraph.runtime.requests.logit_option_table import LOGIT_OPTIONS, MOST_NGRAM
+from specgraph.runtime.requests.logit_option_table import LOGIT_OPTIONS
 from specgraph.runtime.requests.logit_options import LogitOptions, read_logit_options
 from specgraph.runtime.requests.processing import OPTION_STATE, Processing
 from tests.decoding import CONFIG, compiled
@@ -259,7 +258,7 @@ def test_last_tokens_of_several_are_drawn_alike(decoders: dict[str, SpeculativeD
 
 
 def test_the_table_of_options_fills_what_the_step_reads() -> None:
-    assert STATE_OF_THE_PASS.keys() == OPTION_STATE and MOST_NGRAM == MOST
+    assert STATE_OF_THE_PASS.keys() == OPTION_STATE
 
 
 def test_every_option_has_a_value_that_asks_for_nothing(decoders: dict[str, SpeculativeDecoder]) -> None:

@@ -309,7 +309,7 @@ def test_more_than_may_wait_are_refused(server: Server) -> None:
     all_free(server)
 
 
-REFUSED = {
+REFUSED_AT_ONCE = {
     "--model nowhere has no config.json; give the folder of a model.": ["--model", "nowhere"],
     "--draft nowhere has no config.json; give the folder of a draft.": ["--model", str(MODEL), "--draft", "nowhere"],
     "--config {lowering: eager}: Expecting property name": ["--model", str(MODEL), "--config", "{lowering: eager}"],
@@ -331,11 +331,11 @@ for options in json.loads(given):
 
 def test_what_every_replica_would_refuse_is_refused_at_once() -> None:
     """With a sentence, which Python prints to standard error before it ends with status 1."""
-    command = [sys.executable, "-c", ONE_AFTER_ANOTHER, EXAMPLES / "serve.py", json.dumps([*REFUSED.values()])]
+    command = [sys.executable, "-c", ONE_AFTER_ANOTHER, EXAMPLES / "serve.py", json.dumps([*REFUSED_AT_ONCE.values()])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     sentences = [json.loads(line) for line in done.stdout.splitlines()]
-    for message, sentence in zip(REFUSED, sentences, strict=True):
+    for message, sentence in zip(REFUSED_AT_ONCE, sentences, strict=True):
         assert message in sentence and "\n" not in sentence
 
 
