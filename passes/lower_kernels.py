@@ -39,10 +39,10 @@ from specgraph.passes.common.patterns import (
     aten,
     dispatched,
     dtype_of,
+    half_of,
     insert,
     insert_weight,
     is_float,
-    is_last,
     items,
     keep_meta,
     only_user,
@@ -262,10 +262,7 @@ def _take_activation(linear: _Joined) -> str | None:
 
 def _take_gate(linear: _Joined, split: fx.Node) -> str | None:
     parts = {user.args[1]: user for user in split.users if user.target is operator.getitem}
-    whole = linear.end.meta["val"]
-    if set(parts) != {0, 1} or not is_last(arguments(split)["dim"], linear.end):
-        return None
-    if any(2 * part.meta["val"].shape[-1] != whole.shape[-1] for part in parts.values()):
+    if set(parts) != {0, 1} or None in map(half_of, parts.values()):
         return None
     act = only_user(parts[0])
     name = None if act is None else _activation(act)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,19 @@ def shared_model(architecture: str, seed: int = 0, dtype: torch.dtype = torch.fl
 def saved(model: PreTrainedModel, folder: Path) -> Path:
     """The folder, with the files of the model in it."""
     model.save_pretrained(folder)
+    return folder
+
+
+def with_own_code(folder: Path) -> Path:
+    """The folder of a llama, whose files now say that it is of a class that comes with them."""
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": classes}))
+    (folder / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
+    )
     return folder
 
 

@@ -161,7 +161,12 @@ def norm_parts_reference(given: NormParts) -> tuple[Tensor, Tensor]:
 
 def linear_norm_reference(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
     """:class:`LinearNorm` in plain PyTorch."""
-    out = linear_reference(given)
+    return with_norm_parts(given, linear_reference(given))
+
+
+def with_norm_parts(given: Any, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The result ``out`` of a linear layer, and the parts of the norm that :class:`LinearNorm`, or arguments that have
+    its fields, want of it."""
     return (out, *norm_parts_reference(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 

@@ -28,8 +28,8 @@ from specgraph.kernels.linear.linear import (
     linear_norm_fake,
     linear_reference,
     linear_triton,
-    norm_parts_reference,
     norm_parts_triton,
+    with_norm_parts,
 )
 from specgraph.kernels.linear.product import Tiles, is_gated, launch_tiles
 from specgraph.kernels.ops import Variant, declare, not_float64, triton_or_reference
@@ -105,8 +105,7 @@ def packed_linear_reference(given: PackedLinear | PackedLinearNorm) -> Tensor:
 
 def packed_linear_norm_reference(given: PackedLinearNorm) -> tuple[Tensor, Tensor, Tensor]:
     """:class:`PackedLinearNorm` in plain PyTorch."""
-    out = packed_linear_reference(given)
-    return (out, *norm_parts_reference(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
+    return with_norm_parts(given, packed_linear_reference(given))
 
 
 def packed_linear_cpu(given: PackedLinear | PackedLinearNorm) -> Tensor:
@@ -116,8 +115,7 @@ def packed_linear_cpu(given: PackedLinear | PackedLinearNorm) -> Tensor:
 
 def packed_linear_norm_cpu(given: PackedLinearNorm) -> tuple[Tensor, Tensor, Tensor]:
     """The same for :class:`PackedLinearNorm`."""
-    out = packed_linear_cpu(given)
-    return (out, *norm_parts_reference(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
+    return with_norm_parts(given, packed_linear_cpu(given))
 
 
 def packed_linear_triton(

@@ -183,7 +183,7 @@ def insert(before: fx.Node, op: Any, args: Sequence[Any], options: Any = None, n
 
 
 def half_of(value: Any) -> tuple[fx.Node, int] | None:
-    """``x`` and ``i`` of ``x.chunk(2, -1)[i]``, or of a split into as many columns; None for any other value."""
+    """``x`` and ``i`` of ``x.chunk(2, -1)[i]``, or of a split into equal halves; None for any other value."""
     part = producer(value, operator.getitem)
     split = None if part is None else producer(part.args[0], *PARTS)
     if part is None or split is None:
@@ -192,7 +192,7 @@ def half_of(value: Any) -> tuple[fx.Node, int] | None:
     x, whole = given["self"], value_of(given["self"])
     if whole is None or half is None or not is_last(given["dim"], x):
         return None
-    in_two = given["chunks"] == 2 if "chunks" in given else same_sizes([2 * half.shape[-1]], whole.shape[-1:])
+    in_two = same_sizes([2 * half.shape[-1]], whole.shape[-1:])
     return (x, part.args[1]) if in_two else None  # type: ignore[return-value]
 
 

@@ -20,6 +20,7 @@ from specgraph.cli import loading, main
 from specgraph.cli.generation import NO_KEYS, GenerationKeys, option_names
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.requests.arguments import HONOURED, OWN, PROCESSING, STRUCTURE
+from tests.models import with_own_code
 
 pytestmark = pytest.mark.usefixtures("cached_decoders")
 QUICK = ["debug.self_check=false", "max_new_tokens=8", "lowering=eager", "dtype=float64"]
@@ -217,14 +218,7 @@ def test_a_stream_of_json(model: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_model_with_code_of_its_own(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "own"
     shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": classes}))
-    (folder / "mine.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
-        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
-    )
+    with_own_code(folder)
     given = [f"model={folder}", "prompt=one", "temperature=0", "format=jsonl", *QUICK]
     assert main(["generate", *given]) == 2
     shown = capsys.readouterr().err

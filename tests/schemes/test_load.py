@@ -22,7 +22,7 @@ from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.kernels.packed.formats import format_of
 from tests.decoding import CONFIG, assert_same_tokens, forward_greedy
 from tests.kernels.packed.definition import FAULTS, PUBLISHED_FAULTS
-from tests.models import make_model, ragged_prompts, saved
+from tests.models import make_model, ragged_prompts, saved, with_own_code
 from tests.schemes.files import Change, assert_equal_models, bytes_of, changed, drop, put, state, watched_reads
 from tests.schemes.models import SCHEMES, oracle, packed_layers, sizes
 from tests.schemes.models import quantised as of_scheme
@@ -401,14 +401,7 @@ def test_the_defaults_of_generation_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", [None, "int4"])
 def test_code_of_a_model_runs_if_it_is_trusted(scheme: str | None, tmp_path: Path) -> None:
     model = make_model("llama") if scheme is None else of_scheme("llama", scheme)
-    config = json.loads((saved(model, tmp_path) / "config.json").read_text())
-    classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": classes}))
-    (tmp_path / "mine.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
-        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
-    )
+    with_own_code(saved(model, tmp_path))
     with pytest.raises(ConfigError, match="if you trust it, set trust_remote_code=true"):
         specgraph.load(tmp_path)
     found = specgraph.load(tmp_path, trust_remote_code=True)
