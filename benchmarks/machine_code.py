@@ -88,7 +88,8 @@ def _launch(form: str, outputs: int, inputs: int, activation: str, rows: int, *,
     x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
     dense = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
     weight: Any = dense if form == DENSE else list(FORMATS[form].quantise(dense))
-    variant = "hopper" if rows <= 64 and (form == DENSE or form.endswith("_arranged")) else "triton"
+    few = rows <= 64 and (form == DENSE or form.endswith("_arranged"))
+    variant = "hopper" if few else "hopper_wide" if form == DENSE and rows > 256 else "triton"
     ops = (LINEAR, LINEAR_NORM) if form == DENSE else (PACKED_LINEAR, PACKED_LINEAR_NORM)
     options: dict[str, Any] = {} if form == DENSE else {"format": form}
     behind = (torch.ones(outputs, dtype=torch.bfloat16), None, torch.zeros(rows, outputs, dtype=torch.bfloat16))

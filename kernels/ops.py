@@ -36,10 +36,12 @@ NAMESPACE = "specgraph"
 DEVICES = ("cpu", "cuda")
 """The device types that every op has a variant for."""
 VARIANTS = {
-    "reference": DEVICES, "cpu": ("cpu",), "triton": ("cuda",), "hopper": ("cuda",), "library": ("cuda",),
+    "reference": DEVICES, "cpu": ("cpu",), "triton": ("cuda",), "hopper": ("cuda",), "hopper_wide": ("cuda",),
+    "library": ("cuda",),
 }
 """The names that variants may have, and the device types that each is for: plain PyTorch, one form for CPUs, one in
-Triton, one for GPUs of compute capability 9.x alone, and one around a product of cuBLAS or another library."""
+Triton, two for GPUs of compute capability 9.x alone, for few rows and for many, and one around a product of cuBLAS or
+another library."""
 
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", int: "int", int | None: "int?",

@@ -166,7 +166,7 @@ def covers_packed(x: Tensor, words: Tensor, scales: Scales, gated: bool, scaled:
     row_bytes = words.shape[1] * words.element_size() * BLOCK_K // inner
     if _packed_bytes(plan, 2 if gated else 1, row_bytes, scales) > gpus.HOPPER.shared_bytes:
         return False
-    return _is_reachable(x) and words.is_contiguous() and words.data_ptr() % 16 == 0
+    return is_reachable(x) and words.is_contiguous() and words.data_ptr() % 16 == 0
 
 
 @functools.cache
@@ -189,10 +189,10 @@ def covers(x: Tensor, weight: Tensor, gated: bool, scaled: bool) -> bool:
     plan = _plan(rows, weight_rows, inner, gated)
     if plan is None or (scaled and plan.groups * plan.tiling.block_n > 8192):  # they would not fit the registers
         return False
-    return _is_reachable(x) and _is_reachable(weight)
+    return is_reachable(x) and is_reachable(weight)
 
 
-def _is_reachable(x: Tensor) -> bool:
+def is_reachable(x: Tensor) -> bool:
     """Whether the accelerator can read the rows of ``x``, whose width is a multiple of 8, or a copy of them."""
     distance = _distance(x)
     return distance is None or (x.data_ptr() % 16 == 0 and distance % 8 == 0 and distance >= x.shape[-1])

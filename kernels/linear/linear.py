@@ -25,7 +25,8 @@ The bits of a row's result do not depend on the number of rows, for these reason
 - Squares within a group, and the sums of all groups, are added as integers, whose sum is the same in any order.
 - Contraction is off, so that no compilation fuses a product and a sum that another compilation does not fuse.
 
-On Hopper, few rows go to :mod:`specgraph.kernels.linear.hopper`, which gives the same bits. All other cases go to
+On Hopper, few rows go to :mod:`specgraph.kernels.linear.hopper` and many to
+:mod:`specgraph.kernels.linear.hopper_wide`, which give the same bits. All other cases go to
 :mod:`specgraph.kernels.linear.linear_triton`. Source of split-K: for example Osama et al. 2023, arXiv 2301.03598.
 """
 
@@ -183,6 +184,13 @@ def _hopper_covers(given: Linear | LinearNorm) -> bool:
     return hopper().covers(given.x, given.weight, is_gated(given.activation), given.sum_sq is not None)
 
 
+def _wide_covers(given: Linear | LinearNorm) -> bool:
+    """Many rows of 16-bit values, in the same way."""
+    if not runs_gluon(given.x.device) or given.x.numel() == 0:
+        return False
+    return hopper("hopper_wide").covers(given.x, given.weight, is_gated(given.activation))
+
+
 def filled(
     given: Linear | LinearNorm, fill: Callable[[Product], None], pdl: bool | None, factors: Tensor | None = None
 ) -> Any:
@@ -221,6 +229,12 @@ def linear_hopper(given: Linear | LinearNorm, *, pdl: bool | None = None) -> Any
     """The same by the kernel for few rows on Hopper, which gives the bits of :func:`linear_triton`."""
     _check_dtype(given)
     return filled(given, hopper().launch, pdl)
+
+
+def linear_hopper_wide(given: Linear | LinearNorm, *, pdl: bool | None = None) -> Any:
+    """The same by the kernel for many rows on Hopper."""
+    _check_dtype(given)
+    return filled(given, hopper("hopper_wide").launch, pdl)
 
 
 def norm_parts_triton(given: NormParts, *, pdl: bool | None = None) -> tuple[Tensor, Tensor]:
@@ -279,14 +293,17 @@ def linear_norm_fake(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
     return (out, *_norm_parts_fake(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
-HOPPER = Variant("hopper", linear_hopper, batch_invariant=True, covers=_hopper_covers)
+HOPPER = (
+    Variant("hopper", linear_hopper, batch_invariant=True, covers=_hopper_covers),
+    Variant("hopper_wide", linear_hopper_wide, batch_invariant=True, covers=_wide_covers),
+)
 LINEAR = declare(
     "linear", Linear, linear_fake,
-    (HOPPER, *triton_or_reference(linear_triton, linear_reference, covers=not_float64("x"))),
+    (*HOPPER, *triton_or_reference(linear_triton, linear_reference, covers=not_float64("x"))),
 )
 LINEAR_NORM = declare(
     "linear_norm", LinearNorm, linear_norm_fake,
-    (HOPPER, *triton_or_reference(linear_triton, linear_norm_reference, covers=not_float64("x"))),
+    (*HOPPER, *triton_or_reference(linear_triton, linear_norm_reference, covers=not_float64("x"))),
 )
 NORM_PARTS = declare(
     "norm_parts", NormParts, _norm_parts_fake,

@@ -33,6 +33,18 @@ _TILE_GROUP = tl.constexpr(8)
 """The number of tiles of x that run side by side, so that a tile of the weight is read once for all of them."""
 
 
+@triton.jit
+def locate_tile(tile, tiles_n, tiles_o):
+    """Which tile of x and which of the weight a tile of the result has.
+
+    Tiles of x are taken in groups of ``_TILE_GROUP``; for each tile of the weight, those of a group are neighbours.
+    """
+    group = tile // (_TILE_GROUP * tiles_o)
+    group_size = tl.minimum(tiles_n - group * _TILE_GROUP, _TILE_GROUP)
+    place = tile % (_TILE_GROUP * tiles_o)
+    return group * _TILE_GROUP + place % group_size, place // group_size
+
+
 @triton.constexpr_function
 def _log2(n):
     return n.bit_length() - 1
@@ -301,8 +313,7 @@ def linear_kernel(
 ):
     """One tile of a product with its epilogue.
 
-    The grid is ``(tiles, SLICES)`` if ``SPLIT``, and ``(tiles, 1)`` otherwise. Tiles of x are taken in groups of
-    ``_TILE_GROUP``; for each tile of the weight, the programs of a group's tiles are neighbours.
+    The grid is ``(tiles, SLICES)`` if ``SPLIT``, and ``(tiles, 1)`` otherwise.
 
     ``EARLY`` requests the operands of the epilogue before the product, so that they arrive meanwhile; large tiles do
     not have enough registers for that. ``PREFETCH`` prefetches the first block of the weight before the wait for the
@@ -315,10 +326,7 @@ def linear_kernel(
     SCALE: tl.constexpr = "sum_sq" if sum_sq_ptr is not None else "none" if scale_ptr is None else "ready"
     tile = tl.program_id(0)
     tiles_o = tl.cdiv(out_features, OUT_ROWS)
-    group = tile // (_TILE_GROUP * tiles_o)
-    group_size = tl.minimum(tl.cdiv(rows, BLOCK_N) - group * _TILE_GROUP, _TILE_GROUP)
-    tile_n = group * _TILE_GROUP + tile % (_TILE_GROUP * tiles_o) % group_size
-    tile_o = tile % (_TILE_GROUP * tiles_o) // group_size
+    tile_n, tile_o = locate_tile(tile, tl.cdiv(rows, BLOCK_N), tiles_o)
 
     # Rows past the end of the weight repeat its last row, so that loads need no mask. Their results are not stored.
     row = tl.arange(0, BLOCK_O)

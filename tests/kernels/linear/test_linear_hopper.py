@@ -1,9 +1,10 @@
-"""The kernel for few rows on Hopper, compiled for it without a GPU; tests/gpu/test_linear_gpu.py runs it."""
+"""The kernels for Hopper, compiled for it without a GPU; tests/gpu/test_linear_gpu.py runs them."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -116,3 +117,20 @@ def test_two_groups_of_warps_multiply(kind: str, instructions: dict[str, list[st
     tiles = 2 if gated == "gated" else 1
     assert instructions[kind].count("wgmma.mma_async") == 2 * parts * tiles * 8
     assert "griddepcontrol.wait" in instructions[kind]
+
+
+def test_the_kernel_for_many_rows_fits_a_multiprocessor() -> None:
+    """One program has it to itself: its ring fits the shared memory, and all sums the registers."""
+    command = [sys.executable, "-m", "benchmarks.machine_code", "--formats", "bfloat16", "--rows", "300"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [*command, "--products", "qkv", "o", "gate_up"], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    wide = [line for line in result.stdout.splitlines() if "linear_wide_kernel" in line]
+    assert len(wide) == 5  # with a norm behind the product and without one; a gated product has none
+    for line in wide:
+        found = re.search(r"\((\d+),\) (\d+) B REG:(\d+) STACK:0 ", line)
+        assert found is not None, line
+        programs, shared, registers = map(int, found.groups())
+        assert programs <= 132 and shared <= 227 * 1024 and registers * 12 * 32 <= 65536, line
