@@ -7,8 +7,10 @@ and of the weight into a ring of stages in shared memory, and runs ahead into th
 Two warp groups multiply (``wgmma``), each half of the tile's rows of x, and a product is always under way while the
 next stage is waited for. A result goes to memory through shared memory, and nobody waits for it.
 
-A tile has ``BLOCK_N`` rows of x and ``TILE_O`` rows of the weight, or so many gate rows and as many up rows. If the
-summed dimension is cut into slices, each slice is summed by itself, and the sums are added in order.
+A tile has ``BLOCK_N`` rows of x and ``TILE_O`` rows of the weight, or so many gate rows and as many up rows. The last
+tile of x ends at the last row and so overlaps the one before it, because a tile that reaches past the last row is slow;
+what is computed twice has the same bits. If the summed dimension is cut into slices, each slice is summed by itself,
+and the sums are added in order.
 
 The bits are those of :mod:`specgraph.kernels.linear.linear_triton`. There x is the right operand and here it is the
 left one, which changes nothing about the order in which the products of an entry are added.
@@ -30,7 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgraph.kernels.linear import linear_triton
 
@@ -46,23 +47,21 @@ def _request(given, sizes):
     BLOCKS: gl.constexpr = sizes[0]
     STAGES: gl.constexpr = sizes[1]
     TILES: gl.constexpr = sizes[2]
-    PDL: gl.constexpr = sizes[3]
     BLOCK_N: gl.constexpr = x_ring.shape[1]
     TILE_O: gl.constexpr = ring.shape[1]
     BLOCK_K: gl.constexpr = ring.shape[2]
     BYTES: gl.constexpr = (BLOCK_N + TILES * TILE_O) * BLOCK_K * x.dtype.primitive_bitwidth // 8
     tiles_n, tiles_o = gl.cdiv(rows, BLOCK_N), gl.cdiv(out_features, TILE_O)
     turn = gl.to_tensor(0)
-    if PDL:
-        gdc_wait()
     for tile in range(gl.program_id(0), tiles_n * tiles_o, gl.num_programs(0)):
         tile_n, tile_o = _locate_tile(tile, tiles_n, tiles_o)
+        first_n = gl.minimum(tile_n * BLOCK_N, rows - BLOCK_N)
         for block in range(BLOCKS):
             stage = turn % STAGES
             mbarrier.wait(free.index(stage), ((turn // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
             tma.async_copy_global_to_shared(
-                x, [tile_n * BLOCK_N, block * BLOCK_K], full.index(stage), x_ring.index(stage)
+                x, [first_n, block * BLOCK_K], full.index(stage), x_ring.index(stage)
             )
             for half in gl.static_range(TILES):
                 tma.async_copy_global_to_shared(
@@ -70,10 +69,6 @@ def _request(given, sizes):
                     ring.index(stage * TILES + half),
                 )  # fmt: skip
             turn += 1
-    if PDL:
-        # Programs of the next launch have no room beside these. Where they could start from the beginning on, a norm
-        # behind the product took longer.
-        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -130,10 +125,9 @@ def _scaled(y, scale, bias_ptr, o, weight_rows):
 
 
 @gluon.jit
-def _finish(y, second, out, staging, epilogue, outer, first_n, first_o, ACTIVATION: gl.constexpr):
+def _finish(y, second, out, staging, epilogue, out_features, first_n, first_o, ACTIVATION: gl.constexpr):
     """The epilogue of a tile, or of half of one, ``[BLOCK_N, WIDTH]``, and its only rounding."""
     bias_ptr, residual_ptr, scale_ptr, residual_stride = epilogue
-    rows, out_features = outer
     layout: gl.constexpr = y.type.layout
     BLOCK_N: gl.constexpr = y.shape[0]
     WIDTH: gl.constexpr = y.shape[1]
@@ -141,15 +135,14 @@ def _finish(y, second, out, staging, epilogue, outer, first_n, first_o, ACTIVATI
     o = first_o + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     scale = None
     if scale_ptr is not None:
-        scale = gl.load(scale_ptr + n, mask=n < rows, other=0.0)
+        scale = gl.load(scale_ptr + n)
     weight_rows = out_features if second is None else 2 * out_features
     y = _activate(_scaled(y, scale, bias_ptr, o, weight_rows), ACTIVATION)
     if second is not None:
         y = y * _scaled(second, scale, bias_ptr, o + out_features, weight_rows)
     if residual_ptr is not None:
         at = residual_ptr + n.to(gl.int64)[:, None] * residual_stride + o[None, :]
-        mask = (n < rows)[:, None] & (o < out_features)[None, :]
-        y = y + gl.load(at, mask=mask, other=0.0).to(gl.float32)
+        y = y + gl.load(at, mask=(o < out_features)[None, :], other=0.0).to(gl.float32)
     tma.store_wait(0)
     gl.thread_barrier()  # one thread has waited, for all, until the tile before has left the shared memory
     staging.store(y.to(out.dtype))
@@ -161,22 +154,19 @@ def _finish(y, second, out, staging, epilogue, outer, first_n, first_o, ACTIVATI
 @gluon.jit
 def _multiply(given, sizes):
     """Compute all tiles of the program, with their epilogues."""
-    out, staging, x_ring, ring, full, free, epilogue, outer = given
+    out, staging, x_ring, ring, full, free, epilogue, rows, out_features = given
     BLOCKS: gl.constexpr = sizes[0]
     SLICES: gl.constexpr = sizes[1]
     STAGES: gl.constexpr = sizes[2]
     TILES: gl.constexpr = sizes[3]
     ACTIVATION: gl.constexpr = sizes[4]
-    PDL: gl.constexpr = sizes[5]
     BLOCK_N: gl.constexpr = x_ring.shape[1]
     TILE_O: gl.constexpr = ring.shape[1]
     WIDTH: gl.constexpr = staging.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, TILE_O, 16])
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, WIDTH, 16])
-    tiles_n, tiles_o = gl.cdiv(outer[0], BLOCK_N), gl.cdiv(outer[1], TILE_O)
+    tiles_n, tiles_o = gl.cdiv(rows, BLOCK_N), gl.cdiv(out_features, TILE_O)
     turn = gl.to_tensor(0)
-    if PDL:
-        gdc_wait()
     for tile in range(gl.program_id(0), tiles_n * tiles_o, gl.num_programs(0)):
         y = gl.zeros([BLOCK_N, TILE_O], gl.float32, layout)
         second = y
@@ -186,26 +176,26 @@ def _multiply(given, sizes):
             if TILES == 2:
                 second += other
         tile_n, tile_o = _locate_tile(tile, tiles_n, tiles_o)
-        first_n, first_o = tile_n * BLOCK_N, tile_o * TILE_O
+        first_n, first_o = gl.minimum(tile_n * BLOCK_N, rows - BLOCK_N), tile_o * TILE_O
         if TILE_O > WIDTH:
             left, right = _halves(y, half)
-            _finish(left, None, out, staging, epilogue, outer, first_n, first_o, ACTIVATION)
-            _finish(right, None, out, staging, epilogue, outer, first_n, first_o + WIDTH, ACTIVATION)
+            _finish(left, None, out, staging, epilogue, out_features, first_n, first_o, ACTIVATION)
+            _finish(right, None, out, staging, epilogue, out_features, first_n, first_o + WIDTH, ACTIVATION)
         else:
             up = second if TILES == 2 else None
-            _finish(y, up, out, staging, epilogue, outer, first_n, first_o, ACTIVATION)
+            _finish(y, up, out, staging, epilogue, out_features, first_n, first_o, ACTIVATION)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def linear_wide_kernel(
     x, weight, out, bias_ptr, residual_ptr, scale_ptr, rows, out_features, residual_stride, BLOCKS: gl.constexpr,
-    SLICES: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+    SLICES: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
 ):
     """Tiles of the result in turn. The grid is (multiprocessors), or (tiles) if they are fewer.
 
-    ``x``, ``weight`` and ``out`` are tensor descriptors, whose blocks are the tiles. ``scale_ptr`` has a scale for each
-    row. A slice of the summed dimension has ``BLOCKS`` blocks.
+    There are ``BLOCK_N`` rows at least. ``x``, ``weight`` and ``out`` are tensor descriptors, whose blocks are the
+    tiles. ``scale_ptr`` has a scale for each row. A slice of the summed dimension has ``BLOCKS`` blocks.
     """
     TILES: gl.constexpr = 2 if GATED else 1
     BLOCK_N: gl.constexpr = x.block_shape[0]
@@ -221,9 +211,8 @@ def linear_wide_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     epilogue = (bias_ptr, residual_ptr, scale_ptr, residual_stride)
-    outer = (rows, out_features)
-    given = (out, staging, x_ring, ring, full, free, epilogue, outer)
+    given = (out, staging, x_ring, ring, full, free, epilogue, rows, out_features)
     request = (x, weight, x_ring, ring, full, free, rows, out_features)
-    sizes: gl.constexpr = (BLOCKS, SLICES, STAGES, TILES, ACTIVATION, PDL)
-    rings: gl.constexpr = (BLOCKS * SLICES, STAGES, TILES, PDL)
+    sizes: gl.constexpr = (BLOCKS, SLICES, STAGES, TILES, ACTIVATION)
+    rings: gl.constexpr = (BLOCKS * SLICES, STAGES, TILES)
     gl.warp_specialize([(_multiply, (given, sizes)), (_request, (request, rings))], [1], [24])
