@@ -1,4 +1,4 @@
-"""Lists the machine code of products on Hopper, which need not be there, to compare two commits.
+"""Lists the machine code of products and attention on Hopper, which need not be there, to compare two commits.
 
     python -m benchmarks.machine_code [--products qkv o] [--rows 1 32 300] [--formats bfloat16 int4_arranged]
 
@@ -25,6 +25,7 @@ import triton
 from benchmarks.no_gpu import Hopper
 from benchmarks.packed_products import CHOSEN, EXPERT_PRODUCTS, PRODUCTS
 from specgraph.kernels import launch
+from specgraph.kernels.attention.attention import PAGED_ATTENTION
 from specgraph.kernels.linear.experts import EXPERT_LINEAR
 from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
 from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
@@ -32,7 +33,8 @@ from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PACKED_LINEAR_NORM
 
 DENSE = "bfloat16"
-EVERY = [*PRODUCTS, *EXPERT_PRODUCTS]
+ATTENTION = "attention"
+EVERY = [*PRODUCTS, *EXPERT_PRODUCTS, ATTENTION]
 _RUN = triton.JITFunction.run
 
 
@@ -66,7 +68,11 @@ def lines(products: list[str], rows: list[int], formats: list[str]) -> Iterator[
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
     ):
         for form, product, count, norm in itertools.product(formats, products, rows, (False, True)):
-            if product in EXPERT_PRODUCTS:
+            if product == ATTENTION:
+                if norm or form != DENSE:
+                    continue
+                _launch_attention(count)
+            elif product in EXPERT_PRODUCTS:
                 if norm or form not in (DENSE, "mxfp4", "mxfp4_arranged"):
                     continue
                 _launch_experts(form, *EXPERT_PRODUCTS[product], count)
@@ -107,6 +113,15 @@ def _launch_experts(form: str, outputs: int, inputs: int, rows: int) -> None:
     stack = [part.repeat(count, 1, 1) for part in FORMATS[form].quantise(one)]
     variant = "hopper" if form.endswith("_arranged") and rows * CHOSEN <= 32 else "triton"
     PACKED_EXPERT_LINEAR.form(variant)(x, stack, None, ids, format=form)
+
+
+def _launch_attention(rows: int) -> None:
+    """The same for rows of one sequence, with the heads of Llama-3-8B."""
+    q, k = (torch.zeros(1, heads, rows, 128, dtype=torch.bfloat16) for heads in (32, 8))
+    cache, angles = torch.zeros(8, 16, 8, 128, dtype=torch.bfloat16), torch.zeros(1, rows, 128, dtype=torch.bfloat16)
+    places, table = torch.zeros(1, rows, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)
+    given = (q, k, k, cache, cache, places, table, places)
+    PAGED_ATTENTION.form("triton")(*given, cos=angles, sin=angles, scale=0.1)
 
 
 def main() -> None:

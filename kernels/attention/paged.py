@@ -18,11 +18,11 @@ multiplies by one and adds zero. So the bits of a query's result depend on the q
 They do not depend on the other queries, the batch, the width of the block table, the tile of queries, or whether one
 program merged in registers or several did through memory. Contraction of products and sums by the compiler is off.
 
-There are two kernels. Calls with few queries per sequence, such as those of a decoding step, go to
+There are three kernels. Calls with few queries per sequence, such as those of a decoding step, go to
 :mod:`specgraph.kernels.attention.decode`. Calls with many, such as a prompt's chunk, go to
-:mod:`specgraph.kernels.attention.prefill`, which gives the same bits (:mod:`specgraph.kernels.attention.tiles` says
-why). A call is padded, ``[B, T]``, or of variable length (``cu_seqlens``,
-:mod:`specgraph.kernels.attention.packing`).
+:mod:`specgraph.kernels.attention.prefill`, or on Hopper to :mod:`specgraph.kernels.attention.prefill_hopper`. They give
+the same bits (:mod:`specgraph.kernels.attention.tiles` says why). A call is padded, ``[B, T]``, or of variable length
+(``cu_seqlens``, :mod:`specgraph.kernels.attention.packing`).
 
 Sources: online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, Dao 2023, arXiv 2307.08691;
 merging of partial results, Flash-Decoding, Dao et al. 2023. What else was tried is in ``docs/experiments.md``.
@@ -30,6 +30,7 @@ merging of partial results, Flash-Decoding, Dao et al. 2023. What else was tried
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +45,14 @@ from specgraph.kernels.attention.block_arguments import PagedBlockAttention
 from specgraph.kernels.attention.decode import decode_attention_kernel, write_cache_kernel
 from specgraph.kernels.attention.prefill import prefill_attention_kernel
 from specgraph.kernels.attention.tensors import Heads, new_and_cached
-from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, contiguous, is_hopper, launch
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, contiguous, is_hopper, launch, runs_gluon
 
 NUM_WARPS = 4
 """The number of warps is fixed: the sum of a block's weights crosses warps, and their number decides its order."""
 PREFILL_PAIRS = 64
 """(Query, head) pairs in a tile of the kernel for many queries: as many as a matrix instruction takes on the left."""
+HOPPER_PAIRS = 128
+"""The same of the Gluon kernel for many queries, which has two groups of warps with so many as that each."""
 LANES = 128
 """With ``cu_seqlens``, kernels look at so many sequences at a time to find that of a tile, or at all if there are more.
 It is the same for most calls, since each number is a kernel of its own."""
@@ -77,7 +80,8 @@ class Tiling:
         programs: programs that share a context in the kernel for few queries.
         write_first: whether a launch before attention writes the new keys and values. The kernel for many queries
             always needs that.
-        prefill: whether the kernel for many queries is used.
+        prefill: whether a kernel for many queries is used.
+        hopper: whether that may be the Gluon kernel for Hopper.
         num_stages: blocks of keys and values in shared memory.
 
     Raises:
@@ -92,6 +96,7 @@ class Tiling:
     programs: int | None = None
     write_first: bool | None = None
     prefill: bool | None = None
+    hopper: bool = True
     num_stages: int | None = None
 
     def __post_init__(self) -> None:
@@ -142,6 +147,17 @@ def paged_attention_triton(given: PagedAttention, *, tiling: Tiling | None = Non
     }
     tables = (slots, block_table, positions, cu_seqlens, given.sinks, out)
     factors = score_factors(scale, softcap)
+    if prefill and suits_hopper(given, tiling, pairs):
+        # Gluon is experimental: other releases of Triton may lack it, so it is imported where it runs.
+        gluon = importlib.import_module("specgraph.kernels.attention.prefill_hopper")
+        left_out = ("DV", "DP", "DVP", "BLOCK_N", "OFFSET")
+        launch(
+            gluon.prefill_hopper_kernel, (sequences, num_tiles(pairs, HOPPER_PAIRS, cu_seqlens)), q, angles,
+            *(gluon.descriptor(x) for x in (given.k_cache, given.v_cache)), *(x.head for x in caches), *tables,
+            len(block_table), block_table.stride(0), length, capacity, *factors,
+            **{**{name: constants[name] for name in constants if name not in left_out}, "STAGES": gluon.STAGES},
+        )
+        return out
     if prefill:
         launch(
             prefill_attention_kernel, (num_tiles(pairs, PREFILL_PAIRS, cu_seqlens), sequences), q, angles, *caches,
@@ -263,6 +279,27 @@ def suits_prefill(pairs: int, sequences: int, value_dim: int, dtype: torch.dtype
     half_full = pairs > PREFILL_PAIRS // 2 if varlen is None else pairs >= PREFILL_PAIRS * varlen
     many = half_full and triton.cdiv(pairs, 16) * sequences > gpus.HOPPER.attention_programs
     return many and dtype.itemsize == 2 and value_dim >= 64
+
+
+def suits_hopper(given: PagedAttention, tiling: Tiling, pairs: int) -> bool:
+    """Whether the Gluon kernel takes a call for the kernel for many queries, and is faster.
+
+    It takes 16-bit heads of 64 or 128, with values as wide as keys, and blocks of 64 keys. The tensor memory
+    accelerator copies pages of a power of two of slots, at least 8, whose strides are multiples of 16 bytes. ``pairs``
+    are those of a key-value head of a sequence. Where they fill half of a tile at most, or with ``cu_seqlens`` less
+    than a tile on average, the smaller tiles of the Triton kernel waste less; ``Tiling.prefill`` goes before this.
+    """
+    caches = (given.k_cache, given.v_cache)
+    dim, page, count = given.q.shape[3], caches[0].shape[1], len(given.block_table)
+    full = pairs > HOPPER_PAIRS // 2 if given.cu_seqlens is None else pairs >= HOPPER_PAIRS * count
+    return (
+        tiling.hopper and runs_gluon(given.q.device) and given.q.dtype.itemsize == 2
+        and dim in (64, 128) and given.v.shape[3] == dim and tiling.block_keys == 64
+        and page >= 8 and page.bit_count() == 1
+        and all(x.data_ptr() % 16 == 0 and x.stride(1) % 8 == 0 for x in caches)
+        and given.block_table.shape[1] > 0
+        and (full or tiling.prefill is True)
+    )  # fmt: skip
 
 
 def pages_of(kv_split: int, block_size: int) -> int:

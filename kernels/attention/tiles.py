@@ -70,18 +70,23 @@ def locate_tile(tile, batch, T, cu_seqlens, sequences, GROUP: tl.constexpr, BLOC
     """
     sequence, first_query, num_queries = batch, 0, T
     if LANES > 0:
-        # Lanes are sequences, the padding included: [LANES].
         lane = tl.arange(0, LANES)
-        begin = tl.load(cu_seqlens + lane, mask=lane <= sequences, other=0)
-        counts = tl.load(cu_seqlens + lane + 1, mask=lane <= sequences, other=0) - begin
-        tiles = ((counts * GROUP + BLOCK_M - 1) // BLOCK_M).to(tl.int32)
-        ends = tl.cumsum(tiles, 0)
-        own = lane == tl.sum((ends <= tile).to(tl.int32), 0)
-        sequence = tl.sum((ends <= tile).to(tl.int64), 0)
-        first_query = tl.sum(tl.where(own, begin, 0), 0)
-        num_queries = tl.sum(tl.where(own, counts, 0), 0).to(tl.int32)
-        tile -= tl.sum(tl.where(own, ends - tiles, 0), 0)
+        sequence, tile, first_query, num_queries = locate_among(tile, lane, cu_seqlens, sequences, GROUP, BLOCK_M)
     return sequence, tile, first_query, num_queries
+
+
+@triton.jit
+def locate_among(tile, lane, cu_seqlens, sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """:func:`locate_tile` in a call of variable length. Lanes are sequences, the padding included: [LANES]."""
+    begin = tl.load(cu_seqlens + lane, mask=lane <= sequences, other=0)
+    counts = tl.load(cu_seqlens + lane + 1, mask=lane <= sequences, other=0) - begin
+    tiles = ((counts * GROUP + BLOCK_M - 1) // BLOCK_M).to(tl.int32)
+    ends = tl.cumsum(tiles, 0)
+    own = lane == tl.sum((ends <= tile).to(tl.int32), 0)
+    sequence = tl.sum((ends <= tile).to(tl.int64), 0)
+    first_query = tl.sum(tl.where(own, begin, 0), 0)
+    num_queries = tl.sum(tl.where(own, counts, 0), 0).to(tl.int32)
+    return sequence, tile - tl.sum(tl.where(own, ends - tiles, 0), 0), first_query, num_queries
 
 
 @triton.jit
@@ -237,7 +242,7 @@ def merge(m_i, l_i, acc, m_j, l_j, acc_j, scale, Q_LEFT: tl.constexpr):
 
 
 @triton.jit
-def _result(m_i, l_i, acc, sinks, q_head, scale, SINKS: tl.constexpr, Q_LEFT: tl.constexpr):
+def result(m_i, l_i, acc, sinks, q_head, scale, SINKS: tl.constexpr, Q_LEFT: tl.constexpr):
     """``acc / l_i``, where the sink adds to the normaliser only. A query that sees no key has zeros."""
     if SINKS:
         # ---- m = max(scale m_i, sink), l_i <- 2^(scale m_i - m) l_i + 2^(sink - m), acc <- 2^(scale m_i - m) acc
@@ -258,5 +263,5 @@ def store_result(
     """Write the results of the pairs selected by ``keep`` to ``out_row`` of ``out`` ``[B * T * Hq, DV]``."""
     value_dim = across_queries(tl.arange(0, DVP), Q_LEFT)
     cells = per_query(out_row * DV, Q_LEFT) + value_dim
-    result = _result(m_i, l_i, acc, sinks, q_head, scale, SINKS, Q_LEFT)
-    tl.store(out + cells, result.to(out.dtype.element_ty), mask=per_query(keep, Q_LEFT) & (value_dim < DV))
+    value = result(m_i, l_i, acc, sinks, q_head, scale, SINKS, Q_LEFT)
+    tl.store(out + cells, value.to(out.dtype.element_ty), mask=per_query(keep, Q_LEFT) & (value_dim < DV))

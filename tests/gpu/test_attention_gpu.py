@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph.kernels.attention.paged import Tiling
+from specgraph.kernels.attention import paged
+from specgraph.kernels.attention.attention import PAGED_ATTENTION
+from specgraph.kernels.attention.paged import Tiling, suits_hopper
+from specgraph.kernels.launch import runs_gluon
+from tests.kernels.attention.test_packed_attention import InPacks
 from tests.kernels.attention.test_paged_attention import SINKS, Case, assert_near
 
 SHAPE: dict[str, Any] = {
@@ -46,6 +50,44 @@ def test_equals_float64_and_both_kernels_have_the_same_bits(
     assert_near(found, some.expected(**options))
     if some.dtype != torch.float32:
         assert torch.equal(found, some.run(Tiling(prefill=not prefill), **options))
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts", "changes", "options"),
+    [
+        ((3000, 700, 255, 256, 0), (9, 3, 1, 2, 5), {"heads": 8, "groups": 2}, {}),
+        ((1000, 0), (300, 257), {}, {}),
+        ((1000, 0, 30), (100, 257, 70), {"packed": True}, {}),
+        ((1000, 0, 30), (100, 257, 70), {"packed": True}, {"window": 200}),
+        ((4090, 2040), (70, 130), {"heads": 8, "groups": 2, "dtype": torch.float16}, {}),
+        ((900, 1400), (80, 8), {}, {"window": 300}),
+        ((700,), (90,), {"heads": 8, "groups": 1}, {"sinks": SINKS, "softcap": 5.0}),
+        ((1500, 3), (40, 90), {"heads": 8, "groups": 8, "dim": 64, "value_dim": 64}, {}),
+        ((700, 1030), (40, 90), {"heads": 16, "groups": 2, "dim": 64, "value_dim": 64, "rotary": 32}, {}),
+        ((700,), (90,), {"block_size": 8}, {}),
+        ((700,), (90,), {"block_size": 64}, {}),
+        ((700,), (90,), {"block_size": 256}, {}),
+    ],
+)
+def test_the_kernel_for_hopper_has_the_bits_of_the_triton_kernel(
+    starts: tuple[int, ...], counts: tuple[int, ...], changes: Any, options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    taken: list[bool] = []
+
+    def observed(*given: Any) -> bool:
+        taken.append(suits_hopper(*given))
+        return taken[-1]
+
+    monkeypatch.setattr(paged, "suits_hopper", observed)
+    some = case(starts, counts, **{name: value for name, value in changes.items() if name != "packed"})
+    if "packed" in changes:
+        some.op = InPacks(PAGED_ATTENTION)
+    options = {"scale": some.dim**-0.5, **options}
+    found = some.run(Tiling(prefill=True), **options)
+    assert_near(found, some.expected(**options))
+    assert torch.equal(found, some.run(Tiling(prefill=True, hopper=False), **options))
+    assert taken == [runs_gluon(found.device), False]
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 200}], ids=["full", "window"])

@@ -15,10 +15,14 @@ FOLDER = Path(__file__).parent
 SOURCES = Path(catalogue.__file__).parent
 
 
-def kernels() -> dict[str, list[str]]:
-    """The Triton kernels of every room as ``file.function``, which the tests of the room launch.
+GLUON = ("prefill_hopper.prefill_hopper_kernel",)
+"""The Gluon kernels that the tests of a room launch; those of linear layers are compiled by benchmarks.machine_code."""
 
-    They are the Triton functions that no other one calls.
+
+def kernels() -> dict[str, list[str]]:
+    """The kernels of every room as ``file.function``, which the tests of the room launch.
+
+    They are the Triton functions that no other one calls, and some of Gluon.
     """
     files = {file: file.read_text() for file in sorted(SOURCES.rglob("*.py"))}
     called = set(re.findall(r"(?<!def )\b(\w+)\(", "".join(files.values())))
@@ -27,6 +31,7 @@ def kernels() -> dict[str, list[str]]:
         names = re.findall(r"^@triton\.jit(?:\(.*\))?\ndef (\w+)\(", source, re.MULTILINE)
         names += re.findall(r"triton\.jit\(\w+\[\"(\w+)\"\]\)", source)  # kernels whose source is made as it is needed
         found.setdefault(file.parent.name, []).extend(f"{file.stem}.{name}" for name in names if name not in called)
+        found[file.parent.name] += [name for name in GLUON if name.startswith(f"{file.stem}.")]
     return {room: names for room, names in found.items() if names}
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.attention.arguments import PADDING_SLOT
+from specgraph.kernels.attention.arguments import PADDING_SLOT, PagedAttention
 from specgraph.kernels.attention.attention import PAGED_ATTENTION
-from specgraph.kernels.attention.paged import Tiling, block_queries, suits_prefill
+from specgraph.kernels.attention import paged
+from specgraph.kernels.attention.paged import Tiling, block_queries, suits_hopper, suits_prefill
 from specgraph.kernels.ops import Op
 from tests.kernels.rounding import assert_within, attention_error, unit
 from tests.pairwise import cover, product
@@ -290,6 +291,15 @@ def test_the_kernel_for_many_rows_gives_the_bits_of_that_for_few(block_keys: int
     assert torch.equal(found, case.run(dataclasses.replace(tiling, prefill=False), **OPTIONS[options]))
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_heads_that_the_kernel_for_hopper_takes_have_the_bits_of_the_kernel_for_few(options: str):
+    """Without such a GPU this is about the Triton kernel in its place."""
+    tiling = Tiling(kv_split=128, split_group=2, prefill=True)
+    case = Case((300, 130, 0), (21, 3, 17), torch.float16, dim=64, value_dim=64, groups=1, rotary=True)
+    found = case.run(tiling, **OPTIONS[options])
+    assert torch.equal(found, case.run(dataclasses.replace(tiling, prefill=False), **OPTIONS[options]))
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_split_groups_and_kv_splits_give_the_same_bits_through_memory_and_in_registers(window: int | None):
     """Contexts of 10, 4, 2 and 1 KV splits; the first program takes split groups, the last one a KV split each."""
@@ -359,3 +369,43 @@ def test_rows_that_fill_a_gpu_go_to_the_kernel_for_many(batch: int, rows: int):
 )
 def test_packed_rows_go_to_the_kernel_for_many_where_sequences_fill_its_tiles(rows: int, batch: int, many: bool):
     assert suits_prefill(rows * 4, 8, 128, torch.bfloat16, batch) == many
+
+
+def _call(rows: int = 40, dim: int = 64, value_dim: int = 64, page: int = 16, dtype: torch.dtype = torch.float16,
+          slot: int = 64, sequences: int = 0) -> PagedAttention:  # fmt: skip
+    """A call of four query heads for one key-value head, whose slots lie ``slot`` entries apart."""
+    q, k, v = (torch.zeros(1, heads, rows, size, dtype=dtype) for heads, size in ((4, dim), (1, dim), (1, value_dim)))
+    caches = (torch.zeros(4, page, 1, slot, dtype=dtype)[..., :size] for size in (dim, value_dim))
+    places, table = torch.zeros(1, rows, dtype=torch.int64), torch.zeros(sequences or 1, 2, dtype=torch.int64)
+    starts = torch.arange(sequences + 2) if sequences else None
+    return PagedAttention(q, k, v, *caches, places, table, places, scale=1.0, cu_seqlens=starts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tiling", "taken"),
+    [
+        ({}, {}, True),
+        ({"dim": 128, "value_dim": 128, "slot": 136, "page": 64}, {}, True),
+        ({"rows": 16}, {}, False),
+        ({"rows": 17}, {}, True),
+        ({"rows": 1}, {"prefill": True}, True),
+        ({"rows": 64, "sequences": 2}, {}, True),
+        ({"rows": 63, "sequences": 2}, {}, False),
+        ({}, {"hopper": False, "prefill": True}, False),
+        ({}, {"block_keys": 32}, False),
+        ({"value_dim": 32}, {}, False),
+        ({"dim": 96, "value_dim": 96, "slot": 96}, {}, False),
+        ({"dtype": torch.float32}, {}, False),
+        ({"page": 12}, {}, False),
+        ({"page": 4}, {}, False),
+        ({"slot": 68}, {}, False),
+    ],
+)
+def test_the_kernel_for_hopper_takes_what_it_can_copy_and_multiply(
+    changes: dict[str, Any], tiling: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(paged, "runs_gluon", lambda device: True)
+    given = _call(**changes)
+    assert suits_hopper(given, Tiling(**tiling), 4 * given.q.shape[2]) == taken
+    monkeypatch.setattr(paged, "runs_gluon", lambda device: False)
+    assert not suits_hopper(given, Tiling(**tiling), 4 * given.q.shape[2])
