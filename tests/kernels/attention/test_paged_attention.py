@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.attention import paged
 from specgraph.kernels.attention.arguments import PADDING_SLOT, PagedAttention
 from specgraph.kernels.attention.attention import PAGED_ATTENTION
-from specgraph.kernels.attention import paged
 from specgraph.kernels.attention.paged import Tiling, block_queries, suits_hopper, suits_prefill
 from specgraph.kernels.ops import Op
 from tests.kernels.rounding import assert_within, attention_error, unit
