@@ -1,4 +1,5 @@
-"""``specgraph::linear`` for few rows on Hopper: when its kernel is used, its tiling, and its launch.
+"""``specgraph::linear`` on Hopper, for few rows or of packed weights for any number: when its kernel is used, its tiling,
+and its launch.
 
 It computes ``activation(x @ weight.T * scale + bias) + residual``, and on request the parts of the norm that follows,
 as :mod:`specgraph.kernels.linear.linear` defines them, for rows ``x`` ``[N, I]`` and a weight ``[O, I]`` or
@@ -84,24 +85,34 @@ def ring(rows: int, out_features: int, slices: int, gated: bool) -> Ring | None:
     return Ring(block_n, split, min(10, shared_bytes // ((TILE_O + block_n) * BLOCK_K * 2)))
 
 
-MOST_PACKED_ROWS = 64
-"""More rows go to larger tiles. Up to 32 were timed; a program takes no more at once."""
-
-
-def packed_ring(rows: int, slices: int, gated: bool, four_bits: bool) -> Ring:
-    """As :func:`ring` for arranged words.
+def packed_ring(rows: int, out_features: int, slices: int, gated: bool, four_bits: bool) -> Ring:
+    """As :func:`ring` for arranged words, and for any number of rows.
 
     Numbers are expanded by two groups of warps, one for each slice, of a program that has a multiprocessor to itself.
     Gated products have two tiles of the weight for a tile of x, and programs enough for two on a multiprocessor; with
     many rows the registers are enough for one group, which takes both slices. Of programs with a slice each, four are
     on a multiprocessor.
     """
+    if rows > 64:
+        return _wide_packed_ring(rows, out_features, slices, gated, four_bits)
     block_n = min(max(8, triton.next_power_of_2(rows)), 32)
     few = block_n <= 16
     if slices != 2 or (gated and not few):
         stages, parts = (2, 2) if few or gated else (3, 1)
         return Ring(block_n, slices > 2, stages, parts, registers=64 if slices > 2 else 128)
     return Ring(block_n, False, 3 if four_bits else 2, 1, 2, 80) if gated else Ring(block_n, False, 2, 2, 2, 168)
+
+
+def _wide_packed_ring(rows: int, out_features: int, slices: int, gated: bool, four_bits: bool) -> Ring:
+    """The ring for more than 64 rows: the numbers of a tile are expanded once for 128 of them, whose sums the registers
+    just hold, or for 64 where tiles would be too few. A program takes all slices."""
+    tiles = triton.cdiv(out_features, TILE_O) * triton.cdiv(rows, 128)
+    wide = not gated and rows >= 128 and tiles >= gpus.HOPPER.product_tiles
+    block_n = 128 if wide else 64
+    if slices != 2:
+        return Ring(block_n, False, 2 if wide or gated else 3, 1, registers=128)
+    stages = 2 if wide else 4 if four_bits and not gated else 3 if four_bits or not gated else 2
+    return Ring(block_n, False, stages, 1, 2, 168)
 
 
 @functools.cache
@@ -133,7 +144,8 @@ def _packed_plan(rows: int, weight_rows: int, in_features: int, gated: bool, fou
     """The plan for a shape with arranged words."""
     wanted = packed_slices(weight_rows, in_features, arranged=True)
     slices, blocks = slices_of(in_features, wanted, BLOCK_K, PACKED_SLICE)
-    return Plan(packed_ring(rows, slices, gated, four_bits), slices, blocks, norm_groups(in_features))
+    tiling = packed_ring(rows, weight_rows // 2 if gated else weight_rows, slices, gated, four_bits)
+    return Plan(tiling, slices, blocks, norm_groups(in_features))
 
 
 def _packed_bytes(plan: Plan, tiles: int, row_bytes: int, scales: Scales) -> int:
@@ -158,7 +170,7 @@ def covers_packed(x: Tensor, words: Tensor, scales: Scales, gated: bool, scaled:
     """Whether :func:`launch` can compute a product with words and scales, and larger tiles are not better."""
     inner = x.shape[-1]
     rows = x.numel() // inner
-    if rows > MOST_PACKED_ROWS or not takes_words(x, scales):
+    if not takes_words(x, scales):
         return False
     plan = _packed_plan(rows, words.shape[0], inner, gated, words.shape[1] * 8 == inner)
     if scaled and plan.groups * plan.tiling.block_n > 8192:  # they would not fit the registers
