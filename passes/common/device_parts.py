@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from specgraph.ir.graphs import DEVICE, arguments, get_attribute, set_attribute
 from specgraph.ir.linear import describe
 from specgraph.ir.shapes import LAYOUT, called
-from specgraph.passes.common.patterns import CONVERSIONS, PARTS, Mismatch, aten, insert, value_of
+from specgraph.passes.common.patterns import CONVERSIONS, PARTS, Mismatch, aten, insert, same_sizes, value_of
 
 ATTENTION = torch.ops.specgraph.attention.default
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints)
@@ -257,6 +257,8 @@ def _view(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     """The dimension that was cut is the same in the input, or it was made of one, or of several, whose outermost is cut."""
     x, *rest = node.args
     whole, given = node.meta["val"].shape, x.meta["val"].shape  # type: ignore[union-attr]
+    if same_sizes(whole[: part.dim + 1], given[: part.dim + 1]):
+        return ((region.part(x, part, device), *_resized(rest, part)),)
     inner = _elements(whole[part.dim + 1 :])
     for dim in reversed(range(len(given))):
         own = _elements(given[dim + 1 :])
@@ -265,15 +267,19 @@ def _view(region: Region, node: fx.Node, part: Part, device: int) -> Any:
         if given[dim] * own != whole[part.dim] * inner or given[dim] == 1:
             continue
         if any(number * inner % own for number in (part.begin, part.size)):
-            raise Mismatch(f"{node.name} would be cut inside of {given[dim]} parts of {own} values")
+            raise Mismatch(f"{node.name} would be cut inside of one of {given[dim]} heads or groups of {own} values")
         begin, size = (number * inner // own for number in (part.begin, part.size))
-        source = region.part(x, Part(dim, begin, size), device)
-        sizes = list(rest[0]) if isinstance(rest[0], (list, tuple)) else None
-        if sizes is None:
-            return ((source, *rest),)
-        sizes[part.dim] = part.size if sizes[part.dim] != -1 else -1
-        return ((source, sizes),)
+        return ((region.part(x, Part(dim, begin, size), device), *_resized(rest, part)),)
     raise Mismatch(f"{node.name} mixes the dimension that is cut with another one")
+
+
+def _resized(given: Any, part: Part) -> list[Any]:
+    """The arguments of a view behind its input: if they are sizes, with that of the part."""
+    if not isinstance(given[0], (list, tuple)):
+        return list(given)
+    sizes = list(given[0])
+    sizes[part.dim] = -1 if sizes[part.dim] == -1 else part.size
+    return [sizes]
 
 
 def _elements(sizes: Any) -> int | None:
