@@ -12,6 +12,8 @@ each other at an ``all_reduce`` and nowhere else.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
@@ -19,7 +21,7 @@ from dataclasses import replace as with_fields
 import torch
 from torch import Tensor, fx
 
-from specgraph.errors import ConfigError
+from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import DEVICE, calls, get_attribute, new_module, remove_dead_code
 from specgraph.ir.linear import DENSE, linears
 from specgraph.ir.program import TARGET_MODULES, Program
@@ -50,7 +52,10 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
 
         Raises:
             ConfigError: layers of the target are of a kind that is not split yet, or nothing of it can be split.
+            PassError: the target has its state already.
         """
+        if "kv_cache" in program.facts:
+            raise PassError("shard runs before state is inserted: put it before insert_kv_cache in pipeline.order.")
         _check_layers(program)
         target = program.modules["target"]
         reasons, notes = dict[str, str](), list[str]()
@@ -77,8 +82,10 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
                 f"parallel.tensor={self.tensor} splits nothing of {program.target.name}: {why}. Give a number of "
                 "devices that divides its attention heads and its intermediate size, or leave parallel out."
             )
-        notes += [_describe(program, device) for device in range(self.tensor)]
-        return PassResult(matches, near_misses=misses, notes=tuple(notes))
+        alike = Counter(re.sub(r"\.\d+\.", ".*.", line) for line in notes)
+        lines = [f"{count} x {line}" for line, count in alike.items()]
+        lines += [_describe(program, device) for device in range(self.tensor)]
+        return PassResult(matches, near_misses=misses, notes=tuple(lines))
 
 
 def weights_on(program: Program, device: int) -> tuple[list[Tensor], list[Tensor]]:
