@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -58,13 +59,13 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
             raise PassError("shard runs before state is inserted: put it before insert_kv_cache in pipeline.order.")
         _check_layers(program)
         target = program.modules["target"]
-        reasons, notes = dict[str, str](), list[str]()
+        reasons, notes, values = dict[str, str](), list[str](), dict[object, Any]()
         for node in list(target.graph.nodes):
             product = None if node._erased else product_of(node)
             if product is None or DEVICE in node.meta:
                 continue
             try:
-                notes.append(_split(target, product, self.tensor))
+                notes.append(_split(target, product, self.tensor, values))
             except WholeError:
                 continue
             except Mismatch as reason:
@@ -114,14 +115,14 @@ def _check_layers(program: Program) -> None:
         )
 
 
-def _split(module: fx.GraphModule, product: Product, count: int) -> str:
+def _split(module: fx.GraphModule, product: Product, count: int, values: dict[object, Any]) -> str:
     """Let each device multiply its part of the inputs of a product; returns a line for the report.
 
     Raises:
         Mismatch: the inputs cannot be computed by parts, and nothing has changed.
     """
     node, width = product.node, int(product.x.meta["val"].shape[-1])
-    region = Region(module, node)
+    region = Region(module, node, values)
     try:
         share, rest = divmod(width, count)
         parts = [Part(product.x.meta["val"].dim() - 1, device * share, share) for device in range(count)]

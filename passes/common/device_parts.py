@@ -91,17 +91,18 @@ class Region:
     Attributes:
         module: what the nodes are in.
         last: the product.
+        values: what tracing would have noted for parts, by what they are parts of. Regions of a module share it, since
+            fake tensors take long to make.
         covered: the nodes that have been copied, and need not run whole any more.
         cut: the products among them.
-        whole: values of which a device needs all, although the next node has a part: key heads of which there is one.
         made: the new nodes, in the order in which they were made.
     """
 
     module: fx.GraphModule
     last: fx.Node
+    values: dict[object, Any]
     covered: dict[fx.Node, None] = field(default_factory=dict)
     cut: dict[fx.Node, None] = field(default_factory=dict)
-    whole: list[fx.Node] = field(default_factory=list)
     made: list[fx.Node] = field(default_factory=list)
     _known: dict[tuple[fx.Node, Part, int], fx.Node] = field(default_factory=dict)
 
@@ -115,8 +116,7 @@ class Region:
         if tensor is None:
             raise Mismatch(f"the shape of {value} is not known")
         if part.begin == 0 and part.size == tensor.shape[part.dim]:
-            self.whole.append(value)
-            return value
+            return value  # every device needs all of it, as of the only key head
         key = (value, part, device)
         if key not in self._known:
             self._known[key] = self._computed(value, part, device)
@@ -185,10 +185,21 @@ class Region:
         value = like.meta.get("val")
         new.meta = {key: noted for key, noted in like.meta.items() if key not in ("pass_name", "hidden_state", LAYOUT)}
         if part is not None and value is not None:
-            new.meta["val"] = _narrowed(value, part)
+            new.meta["val"] = self._narrowed(value, part)
         new.meta[DEVICE] = device
         self.made.append(new)
         return new
+
+    def _narrowed(self, value: Any, part: Part) -> Any:
+        """A value of the shape of a part; of each of several values, the same part."""
+        if isinstance(value, (list, tuple)):
+            return [self._narrowed(each, part) for each in value]
+        shape = list(value.shape)
+        shape[part.dim] = part.size
+        key = str(shape), value.dtype
+        if key not in self.values:
+            self.values[key] = value.new_empty(shape)
+        return self.values[key]
 
     def operand(self, value: Any, like: Tensor, part: Part, device: int) -> Any:
         """The part of an operand that goes with a part of ``like``, to which the operand broadcasts."""
@@ -217,15 +228,6 @@ def _name(node: fx.Node, device: int) -> str:
     return f"{node.name}_device{device}"
 
 
-def _narrowed(value: Any, part: Part) -> Any:
-    """A value of the shape of a part; of each of several values, the same part."""
-    if isinstance(value, (list, tuple)):
-        return [_narrowed(each, part) for each in value]
-    shape = list(value.shape)
-    shape[part.dim] = part.size
-    return value.new_empty(shape)
-
-
 def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
@@ -240,17 +242,6 @@ def _transpose(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     x, *dims = node.args
     a, b = (dim % node.meta["val"].dim() for dim in dims)  # type: ignore[operator]
     return ((region.part(x, part._replace(dim={a: b, b: a}.get(part.dim, part.dim)), device), a, b),)
-
-
-def _permute(region: Region, node: fx.Node, part: Part, device: int) -> Any:
-    x, dims = node.args
-    return ((region.part(x, part._replace(dim=dims[part.dim] % len(dims)), device), dims),)  # type: ignore[index,arg-type]
-
-
-def _unsqueeze(region: Region, node: fx.Node, part: Part, device: int) -> Any:
-    x, dim = node.args
-    at = dim % node.meta["val"].dim()  # type: ignore[operator]
-    return ((region.part(x, part._replace(dim=part.dim - (part.dim > at)), device), dim),)
 
 
 def _view(region: Region, node: fx.Node, part: Part, device: int) -> Any:
@@ -359,9 +350,8 @@ def _attention(region: Region, node: fx.Node, part: Part, device: int) -> Any:
 
 RULES: dict[Any, Callable[[Region, fx.Node, Part, int], Any]] = {
     **dict.fromkeys(SAME, _pointwise), **dict.fromkeys(VIEWS, _view), **dict.fromkeys(NORMS, _norm),
-    aten.transpose.int: _transpose, aten.permute.default: _permute, aten.unsqueeze.default: _unsqueeze,
-    aten.slice.Tensor: _slice, operator.getitem: _item, aten.cat.default: _side_by_side,
-    aten.stack.default: _side_by_side, aten.mean.dim: _mean, ATTENTION: _attention,
+    aten.transpose.int: _transpose, aten.slice.Tensor: _slice, operator.getitem: _item, aten.mean.dim: _mean,
+    aten.cat.default: _side_by_side, aten.stack.default: _side_by_side, ATTENTION: _attention,
 }  # fmt: skip
 """For every op that can be computed by parts: the arguments of the copy for a part, and perhaps its keywords, or the
 node that computes the part by itself."""

@@ -112,7 +112,7 @@ def compile_speculative(
         notes += [*made.notes, f"lowering: {lowering}, because {reason}"]
         progress.advance(1, "comparing cached decoding with the model")
         if config.debug.self_check:
-            notes.append(self_check(model, target, limits, config))
+            notes.append(self_check(model, target, limits, config, config.parallel.tensor))
             if made.model is not None and made.traced is not None:
                 notes.append(self_check(made.model, made.traced, limits, config))
             else:
