@@ -31,9 +31,9 @@ from specgraph.passes.share_weights import ShareWeights
 PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
-        ExposeFeatures, Shard, InsertKVCache, InsertRecurrentState, InsertDraft, ParallelDraft, LookupFirst, InsertVerify,
-        InsertProcessors, ShareWeights, FuseNorm, FuseRouting, MergeLinears, FuseRotaryCache, LowerKernels,
-        FusePointwise, FewRows, CompileRemainder, CaptureCudaGraph,
+        ExposeFeatures, Shard, InsertKVCache, InsertRecurrentState, InsertDraft, ParallelDraft, LookupFirst,
+        InsertVerify, InsertProcessors, ShareWeights, FuseNorm, FuseRouting, MergeLinears, FuseRotaryCache,
+        LowerKernels, FusePointwise, FewRows, CompileRemainder, CaptureCudaGraph,
     )
 }  # fmt: skip
 

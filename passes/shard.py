@@ -29,7 +29,15 @@ from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.ir.tensors import view_of
 from specgraph.kernels.state import RECURRENT
 from specgraph.passes.base import NearMiss, Pass, PassResult
-from specgraph.passes.common.device_parts import ATTENTION, Part, Product, Region, WholeError, product_of, products_behind
+from specgraph.passes.common.device_parts import (
+    ATTENTION,
+    Part,
+    Product,
+    Region,
+    WholeError,
+    product_of,
+    products_behind,
+)
 from specgraph.passes.common.patterns import Mismatch, aten, insert, replace
 
 ALL_REDUCE = torch.ops.specgraph.all_reduce.default
@@ -164,6 +172,4 @@ def _misses(program: Program, reasons: dict[str, str]) -> Iterator[NearMiss]:
 
 def _describe(program: Program, device: int) -> str:
     own, whole = (sum(tensor.nbytes for tensor in tensors) for tensors in weights_on(program, device))
-    return (
-        f"device {device}: {own + whole:,} bytes of weights, {own:,} of them its own and {whole:,} that every device has"
-    )
+    return f"device {device}: {own + whole:,} bytes of weights, {own:,} its own and {whole:,} that every device has"

@@ -1,9 +1,10 @@
 """Computes parts of values in a traced graph, for devices that share the work of one.
 
 A *part* of a value is a range of one of its dimensions. A device that multiplies some of the inputs of a linear layer
-needs a part of these inputs. To compute it, the nodes in front of the layer are copied for the device, each for the part
-that the next one needs: an activation of some features, the attention of some heads, the view of some rows. The copies
-begin with linear layers of which the device has some rows of the weight, or with other weights of which it has a part.
+needs a part of these inputs. To compute it, the nodes in front of the layer are copied for the device, each for the
+part that the next one needs: an activation of some features, the attention of some heads, a view of some columns. The
+copies begin with linear layers of which the device has some rows of the weight, or with other weights of which it has a
+part.
 
 Nothing here knows a model. What cannot be computed by parts raises :class:`Mismatch`, with the reason.
 """
@@ -132,7 +133,7 @@ class Region:
             return self._noted(self.module.graph.get_attr(name), node, part, device)
 
     def partial_sum(self, product: Product, part: Part, device: int) -> fx.Node:
-        """What a device adds to the result of a product: the inputs ``part`` of it times their columns of the weight."""
+        """What a device adds to the result of a product: the part of its inputs times the columns of these."""
         x = self.part(product.x, part, device)
         weight = self.weight(product.weight, part._replace(dim=1 - product.outputs), device)
         new = product.call(x, weight, None, _name(product.node, device))
@@ -160,7 +161,9 @@ class Region:
         product = product_of(node)
         if product is not None:
             return self._rows(product, part, device)
-        rule = RULES.get(node.target) or (_pointwise if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None)
+        rule = RULES.get(node.target) or (
+            _pointwise if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
+        )
         if rule is None:
             raise Mismatch(f"{node.name} ({called(node)}) is not known to be computed by parts")
         found = rule(self, node, part, device)
@@ -240,12 +243,12 @@ def _pointwise(region: Region, node: fx.Node, part: Part, device: int) -> Any:
 
 def _transpose(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     x, *dims = node.args
-    a, b = (dim % node.meta["val"].dim() for dim in dims)  # type: ignore[operator]
+    a, b = (dim % node.meta["val"].dim() for dim in dims)
     return ((region.part(x, part._replace(dim={a: b, b: a}.get(part.dim, part.dim)), device), a, b),)
 
 
 def _view(region: Region, node: fx.Node, part: Part, device: int) -> Any:
-    """The dimension that was cut is the same in the input, or it was made of one, or of several, whose outermost is cut."""
+    """The dimension that is cut is one of the input as well, or a piece of one, or the outermost of several in it."""
     x, *rest = node.args
     whole, given = node.meta["val"].shape, x.meta["val"].shape  # type: ignore[union-attr]
     if same_sizes(whole[: part.dim + 1], given[: part.dim + 1]):
@@ -297,7 +300,7 @@ def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     region.covered[parts] = None  # type: ignore[index]
     x, values = given["self"], parts.meta["val"]  # type: ignore[union-attr]
     if given["dim"] % node.meta["val"].dim() == part.dim:
-        before = sum(value.shape[part.dim] for value in values[:index])  # type: ignore[misc]
+        before = sum(value.shape[part.dim] for value in values[:index])
         return region.part(x, part._replace(begin=part.begin + before), device)
     key = (parts, part, device)
     if key not in region._known:
@@ -309,7 +312,7 @@ def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
 def _side_by_side(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     """Tensors one behind the other, or in a new dimension. Each is cut, in another dimension."""
     tensors, *rest = node.args
-    at, stacked = (rest[0] if rest else 0) % node.meta["val"].dim(), node.target is aten.stack.default  # type: ignore[operator]
+    at, stacked = (rest[0] if rest else 0) % node.meta["val"].dim(), node.target is aten.stack.default
     if at == part.dim:
         raise Mismatch(f"{node.name} joins what would be cut")
     own = part._replace(dim=part.dim - (stacked and part.dim > at))

@@ -162,8 +162,8 @@ def check_parallel(config: Config, device: torch.device) -> None:
         )
     if config.lowering.kernels:
         raise ConfigError(
-            f"parallel.tensor={config.parallel.tensor} was given with lowering={config.lowering.name} and kernels, which "
-            "join layers of several devices; the lowerings that may be given are eager and inductor, without kernels."
+            f"parallel.tensor={config.parallel.tensor} was given with lowering={config.lowering.name} and kernels, "
+            "which join layers of several devices; give lowering=eager or inductor, without lowering.kernels."
         )
 
 

@@ -91,9 +91,7 @@ def _wider(traced: TracedModel) -> torch.dtype | None:
     return torch.float32 if own == 16 else None
 
 
-def _difference(
-    model: PreTrainedModel, traced: TracedModel, length: int, config: Config, devices: int
-) -> str | None:
+def _difference(model: PreTrainedModel, traced: TracedModel, length: int, config: Config, devices: int) -> str | None:
     """What differs first over ``length`` random tokens, as a refusal; None if nothing does."""
     # They do not depend on the global random state.
     tokens = torch.randint(traced.info.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,6 @@ from torch import fx, nn
 from specgraph.compat import LazyGraphModule, OpOverload, pytree
 from specgraph.errors import UnsupportedModelError
 
-
 DEVICE = "device"
 """The key under which ``node.meta`` has the number of the one device that a node runs on, if several share the work.
 

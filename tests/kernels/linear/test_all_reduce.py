@@ -50,5 +50,8 @@ def test_parts_that_differ_are_refused(other: torch.Tensor, message: str) -> Non
 
 
 def test_integers_are_refused() -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match=r"floating-point, not torch.int64"):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(ValueError, match=r"floating-point, not torch.int64"),
+    ):
         all_reduce([torch.empty(2, 4).long()] * 2)
