@@ -77,9 +77,10 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
         raise UnsupportedModelError(refusal)
     skipped = sorted(w for w in windows if w >= length)
     crossed = f"; sliding windows not crossed (debug.self_check_tokens): {skipped}" if skipped else ""
+    shared = f", as {devices} devices share it," if devices > 1 else ""
     return (
-        f"cached decoding of {traced.info.name} agrees with its own forward over {length} random tokens{precision}"
-        f"{crossed}"
+        f"cached decoding of {traced.info.name}{shared} agrees with its own forward over {length} random tokens"
+        f"{precision}{crossed}"
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import DEVICE, calls, get_attribute
 from specgraph.ir.program import Program
+from specgraph.ir.state import allocate
 from specgraph.ir.verifier import check_devices, verify_program
 from specgraph.passes.base import Pass, PassResult
 from specgraph.passes.expose_features import ExposeFeatures
@@ -212,11 +215,61 @@ def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
     state = {"B": 1, "b": 1, "T": 3, "M": 2, "N": 2, "S": 8, "E": 1}
     window, results = torch.tensor([[5, 6, 7]]), []
     for loaded in (specgraph.load_dump(stage), many.stages["insert_kv_cache"]):
-        given = specgraph.ir.state.allocate(loaded, state, torch.device("cpu"))
+        given = allocate(loaded, state, torch.device("cpu"))
         given["block_table"].copy_(torch.arange(2)[None])
-        given["num_rows"].fill_(3), given["max_length"].fill_(8)
+        given["num_rows"].fill_(3)
+        given["max_length"].fill_(8)
         results.append(loaded.step()(window=window, **given))
     assert torch.equal(*results)
+
+
+class OneDevice(fx.Interpreter):
+    """Runs what one device runs of a module, in a thread of its own; ``sums`` has what devices give to each sum."""
+
+    def __init__(self, module: fx.GraphModule, device: int, sums: dict[str, list[Any]], barrier: Barrier) -> None:
+        super().__init__(module)
+        self.device, self.sums, self.barrier = device, sums, barrier
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.meta.get(DEVICE, self.device) != self.device:
+            return None
+        if n.target is not ALL_REDUCE:
+            return super().run_node(n)
+        self.sums[n.name][self.device] = self.env[n.args[0][self.device]]  # type: ignore[index]
+        self.barrier.wait(60)
+        return ALL_REDUCE(self.sums[n.name])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_device_can_run_by_itself_between_the_sums(count: int) -> None:
+    program = sharded(count)
+    (module, step), sizes = (program.modules.unchanged["target"], program.step()), {"B": 1, "b": 1, "M": 2, "N": 2}
+    window, positions = torch.tensor([[5, 6, 7]]), torch.arange(3)[None]
+
+    def state() -> Any:
+        given = allocate(program, sizes, torch.device("cpu"))
+        given["block_table"].copy_(torch.arange(2)[None])
+        given["num_rows"].fill_(3)
+        given["max_length"].fill_(8)
+        return given
+
+    def run(device: int) -> tuple[Tensor, Any]:
+        given = state()
+        shared = [given[name] for name in ("num_rows", "block_table", "max_length")]
+        with torch.no_grad():
+            hidden = OneDevice(module, device, sums, barrier).run(window, positions, *shared, given["target_caches"])
+        return hidden, given["target_caches"]
+
+    sums = {node.name: [None] * count for node in calls(module.graph, ALL_REDUCE)}
+    barrier, together = Barrier(count), state()
+    with torch.no_grad(), ThreadPoolExecutor(count) as threads:
+        results = list(threads.map(run, range(count)))
+        logits = step(window=window, **together)
+        assert all(torch.equal(program.modules.unchanged["lm_head"](hidden), logits) for hidden, _ in results)
+    for index, pool in enumerate(together["target_caches"]):
+        device = index // 2 % count
+        assert torch.equal(results[device][1][index], pool) and pool.any()
+        assert not results[device - 1][1][index].any(), "another device has written nothing there"
 
 
 def drop_sum(target: fx.GraphModule) -> None:
