@@ -86,7 +86,7 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
         program.target = with_fields(program.target, num_caches=layers)
         misses = tuple(_misses(program, reasons))
         if not matches:
-            why = misses[0].reason if misses else "it has no linear layers"
+            why = next(iter(reasons.values()), NO_REGION)
             raise ConfigError(
                 f"parallel.tensor={self.tensor} splits nothing of {program.target.name}: {why}. Give a number of "
                 "devices that divides its attention heads and its intermediate size, or leave parallel out."

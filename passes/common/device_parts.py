@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -75,14 +75,15 @@ class Product:
 def product_of(node: fx.Node) -> Product | None:
     """``node`` as a product that can be cut; None if it is none."""
     linear = describe(node)
-    if linear is not None:
-        plain = linear.is_traced and len(linear.weight) == 1
-        return Product(node, linear.x, linear.weight[0], linear.bias, 0) if plain else None
-    if node.target is aten.addmm.default and not node.kwargs:  # the linear layers of GPT-2, whose weights are [I, O]
-        bias, x, weight = node.args
-        named = all(isinstance(each, fx.Node) and each.op == "get_attr" for each in (bias, weight))
-        return Product(node, x, weight, bias, 1) if named else None  # type: ignore[arg-type]
-    return None
+    if linear is not None and linear.is_traced and len(linear.weight) == 1:
+        found = Product(node, linear.x, linear.weight[0], linear.bias, 0)
+    elif node.target is aten.addmm.default and not node.kwargs:  # linear layers of GPT-2, whose weights are [I, O]
+        bias, x, weight = cast(list[fx.Node], node.args)
+        found = Product(node, x, weight, bias, 1)
+    else:
+        return None
+    named = (found.weight,) if found.bias is None else (found.weight, found.bias)
+    return found if all(each.op == "get_attr" for each in named) else None
 
 
 @dataclass(eq=False)
