@@ -74,7 +74,8 @@ def sharded(count: int, architecture: str = "llama", last: Pass | None = None, *
 
 @pytest.mark.parametrize("architecture", SPLIT)
 def test_tokens_are_those_of_one_device_and_of_generate(architecture: str) -> None:
-    for count in (2, 4):
+    both = architecture in ("llama", "gemma2", "gpt2")
+    for count in (2, 4) if both else (2 + 2 * (SPLIT.index(architecture) % 2),):
         many = decoder(architecture, "none", count)
         assert_same_tokens(model(architecture), PROMPTS, many.generate(PROMPTS, max_new_tokens=NEW).new_tokens,
                            greedy(architecture))  # fmt: skip
