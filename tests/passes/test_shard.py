@@ -27,7 +27,7 @@ from specgraph.ir.graphs import DEVICE, calls, get_attribute
 from specgraph.ir.program import Program
 from specgraph.ir.state import allocate
 from specgraph.ir.verifier import check_devices, verify_program
-from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.base import PassResult
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.pipeline import run_passes
@@ -64,9 +64,10 @@ def greedy(architecture: str) -> list[Tensor]:
     return reference_greedy(model(architecture), PROMPTS, NEW)
 
 
-def sharded(count: int, architecture: str = "llama", last: Pass | None = None, **options: Any) -> Program:
-    target = trace(make_model(architecture, dtype=torch.float64, **options))
-    passes = [ExposeFeatures(), last or Shard(count), InsertKVCache(4)]
+def sharded(count: int, **options: Any) -> Program:
+    """The program of a llama with ``count`` devices and page pools, which the verifier has seen."""
+    target = trace(make_model("llama", dtype=torch.float64, **options))
+    passes = [ExposeFeatures(), Shard(count), InsertKVCache(4)]
     program = [*run_passes(first_program(target, NoDrafter()), passes)[0].values()][-1]
     verify_program(program)
     return program
