@@ -67,34 +67,21 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
             raise PassError("shard runs before state is inserted: put it before insert_kv_cache in pipeline.order.")
         _check_layers(program)
         target = program.modules["target"]
-        reasons, notes, values = dict[str, str](), list[str](), dict[object, Any]()
-        for node in list(target.graph.nodes):
-            product = None if node._erased else product_of(node)
-            if product is None or DEVICE in node.meta:
-                continue
-            try:
-                notes.append(_split(target, product, self.tensor, values))
-            except WholeError:
-                continue
-            except Mismatch as reason:
-                for other in (node, *products_behind(product.x)):
-                    reasons.setdefault(str(product_of(other).weight.target), str(reason))  # type: ignore[union-attr]
-        matches = len(notes)
-        remove_dead_code(target)
-        program.modules["target"] = new_module(target, target.graph, "target")
-        layers = sum(1 for _ in calls(target.graph, ATTENTION))
-        program.target = with_fields(program.target, num_caches=layers)
-        misses = tuple(_misses(program, reasons))
-        if not matches:
+        splits, reasons = _split_all(target, self.tensor)
+        if not splits:
             why = next(iter(reasons.values()), NO_REGION)
             raise ConfigError(
                 f"parallel.tensor={self.tensor} splits nothing of {program.target.name}: {why}. Give a number of "
                 "devices that divides its attention heads and its intermediate size, or leave parallel out."
             )
-        alike = Counter(re.sub(r"\.\d+\.", ".*.", line) for line in notes)
-        lines = [f"{count} x {line}" for line, count in alike.items()]
-        lines += [_describe(program, device) for device in range(self.tensor)]
-        return PassResult(matches, near_misses=misses, notes=tuple(lines))
+        remove_dead_code(target)
+        program.modules["target"] = new_module(target, target.graph, "target")
+        caches = sum(1 for _ in calls(target.graph, ATTENTION))
+        program.target = with_fields(program.target, num_caches=caches)
+        alike = Counter(re.sub(r"\.\d+\.", ".*.", line) for line in splits)
+        notes = [f"{count} x {line}" for line, count in alike.items()]
+        notes += [_describe(program, device) for device in range(self.tensor)]
+        return PassResult(len(splits), near_misses=tuple(_misses(program, reasons)), notes=tuple(notes))
 
 
 def weights_on(program: Program, device: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -123,6 +110,23 @@ def _check_layers(program: Program) -> None:
         )
 
 
+def _split_all(module: fx.GraphModule, count: int) -> tuple[list[str], dict[str, str]]:
+    """Split what can be split: a line for each split, and by the names of other weights the reasons against it."""
+    splits, reasons, values = list[str](), dict[str, str](), dict[object, Any]()
+    for node in list(module.graph.nodes):
+        product = None if node._erased else product_of(node)
+        if product is None or DEVICE in node.meta:
+            continue
+        try:
+            splits.append(_split(module, product, count, values))
+        except WholeError:
+            continue
+        except Mismatch as reason:
+            for other in (product, *products_behind(product.x)):
+                reasons.setdefault(str(other.weight.target), str(reason))
+    return splits, reasons
+
+
 def _split(module: fx.GraphModule, product: Product, count: int, values: dict[object, Any]) -> str:
     """Let each device multiply its part of the inputs of a product; returns a line for the report.
 
@@ -141,8 +145,7 @@ def _split(module: fx.GraphModule, product: Product, count: int, values: dict[ob
     except Mismatch:
         region.undo()
         raise
-    fronts = [product_of(front) for front in region.cut]
-    line = f"{product.weight.target}: columns; {', '.join(str(f.weight.target) for f in fronts if f)}: rows"
+    line = f"{product.weight.target}: columns; {', '.join(str(w.target) for w in region.cut)}: rows"
     result = insert(node, ALL_REDUCE, (partial,), name="all_reduce")
     if product.bias is not None:  # once, and not by each device
         result = insert(node, aten.add.Tensor, (result, product.bias))

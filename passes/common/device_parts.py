@@ -96,7 +96,7 @@ class Region:
         values: what tracing would have noted for parts, by what they are parts of. Regions of a module share it, since
             fake tensors take long to make.
         covered: the nodes that have been copied, and need not run whole any more.
-        cut: the products among them.
+        cut: the nodes that read the weights of the products among them.
         made: the new nodes, in the order in which they were made.
     """
 
@@ -175,7 +175,7 @@ class Region:
         node = product.node
         if part.dim != node.meta["val"].dim() - 1:
             raise Mismatch(f"{node.name} would be cut between rows")
-        self.cut[node] = None
+        self.cut[product.weight] = None
         weight = self.weight(product.weight, part._replace(dim=product.outputs), device)
         bias = None if product.bias is None else self.weight(product.bias, part._replace(dim=0), device)
         return self._noted(product.call(product.x, weight, bias, _name(node, device)), node, part, device)
@@ -214,7 +214,7 @@ class Region:
         return value if dim < 0 or _is_one(tensor.shape[dim]) else self.part(value, part._replace(dim=dim), device)
 
 
-def products_behind(value: Any) -> Iterator[fx.Node]:
+def products_behind(value: Any) -> Iterator[Product]:
     """The products whose results ``value`` is computed from without another one in between, in one layer."""
     waiting, seen = [value], set[fx.Node]()
     while waiting:
@@ -222,8 +222,8 @@ def products_behind(value: Any) -> Iterator[fx.Node]:
         if not isinstance(node, fx.Node) or node in seen or "hidden_state" in node.meta or node.target in WHOLE:
             continue
         seen.add(node)
-        if product_of(node) is not None:
-            yield node
+        if (product := product_of(node)) is not None:
+            yield product
         else:
             waiting += node.all_input_nodes
 
