@@ -7,6 +7,7 @@ ask what there is, such as benchmarks and tests of all ops, import this one firs
 import specgraph.kernels.attention.attention
 import specgraph.kernels.attention.block
 import specgraph.kernels.attention.rotary
+import specgraph.kernels.linear.all_reduce
 import specgraph.kernels.linear.concat
 import specgraph.kernels.linear.embedding
 import specgraph.kernels.linear.experts

@@ -25,14 +25,15 @@ from specgraph.passes.lookup_first import LookupFirst
 from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.merge_linears import MergeLinears
 from specgraph.passes.parallel_draft import ParallelDraft
+from specgraph.passes.shard import Shard
 from specgraph.passes.share_weights import ShareWeights
 
 PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
-        ExposeFeatures, InsertKVCache, InsertRecurrentState, InsertDraft, ParallelDraft, LookupFirst, InsertVerify,
-        InsertProcessors, ShareWeights, FuseNorm, FuseRouting, MergeLinears, FuseRotaryCache, LowerKernels,
-        FusePointwise, FewRows, CompileRemainder, CaptureCudaGraph,
+        ExposeFeatures, Shard, InsertKVCache, InsertRecurrentState, InsertDraft, ParallelDraft, LookupFirst,
+        InsertVerify, InsertProcessors, ShareWeights, FuseNorm, FuseRouting, MergeLinears, FuseRotaryCache,
+        LowerKernels, FusePointwise, FewRows, CompileRemainder, CaptureCudaGraph,
     )
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from specgraph.ir.graphs import new_module
+from specgraph.ir.graphs import DEVICE, new_module
 from specgraph.ir.program import Program
 from specgraph.kernels.state import Buffer, Stateful
 from specgraph.passes.common.patterns import insert, value_of
@@ -49,7 +49,9 @@ def give_state(
         new = insert(node, form.op, form.arguments(node.args, own, places), node.kwargs)
         buffers += form.buffers(values, size)
         # A hidden state may be this very node; what a later pass reads from it must survive.
-        new.meta.update({key: node.meta[key] for key in ("hidden_state",) if key in node.meta})
+        new.meta.update({key: node.meta[key] for key in ("hidden_state", DEVICE) if key in node.meta})
+        for buffer in own if DEVICE in node.meta else ():
+            buffer.meta[DEVICE] = node.meta[DEVICE]
         node.replace_all_uses_with(new)
         node.graph.erase_node(node)
 

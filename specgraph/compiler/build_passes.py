@@ -14,6 +14,8 @@ from specgraph.config.schema import Config
 from specgraph.errors import ConfigError
 from specgraph.passes import PASSES
 from specgraph.passes.base import Pass
+from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.shard import Shard
 
 
 def build_passes(config: Config, device: torch.device | str = "cpu") -> list[Pass]:
@@ -32,7 +34,15 @@ def build_passes(config: Config, device: torch.device | str = "cpu") -> list[Pas
     for name in [*wanted, *config.pipeline.order]:
         if name not in known:
             raise ConfigError(f"Unknown pass {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}.")
-    return [_build(name, wanted.get(name) or {}) for name in config.pipeline.order]
+    return [_build(name, wanted.get(name) or {}) for name in _with_shard(config)]
+
+
+def _with_shard(config: Config) -> list[str]:
+    """The passes in order. If several devices share the target, ``shard`` comes before state is inserted."""
+    order, before = [*config.pipeline.order], InsertKVCache.name
+    if config.parallel.tensor > 1 and Shard.name not in order and before in order:
+        order.insert(order.index(before), Shard.name)
+    return order
 
 
 def _build(name: str, options: Any) -> Pass:

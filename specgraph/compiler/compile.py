@@ -84,6 +84,7 @@ def compile_speculative(
             stacklevel=2,
         )
     config = settle_lowering(config, model.device, model.dtype)
+    check_parallel(config, model.device)
     read_generation_config(model)  # so that what cannot be honoured is refused before anything takes long
     passes = build_passes(config, model.device)
     if config.debug.dump_dir is not None:
@@ -111,7 +112,7 @@ def compile_speculative(
         notes += [*made.notes, f"lowering: {lowering}, because {reason}"]
         progress.advance(1, "comparing cached decoding with the model")
         if config.debug.self_check:
-            notes.append(self_check(model, target, limits, config))
+            notes.append(self_check(model, target, limits, config, config.parallel.tensor))
             if made.model is not None and made.traced is not None:
                 notes.append(self_check(made.model, made.traced, limits, config))
             else:
@@ -148,6 +149,22 @@ def _given(model: PreTrainedModel, draft: DraftLike | None) -> dict[str, nn.Modu
     """The models that a caller holds and may change, by what errors call them. The target's name is empty."""
     module = draft.module if isinstance(draft, DraftHead) else draft
     return {"": model, **({"draft": module} if isinstance(module, nn.Module) else {})}
+
+
+def check_parallel(config: Config, device: torch.device) -> None:
+    """Refuse several devices for a target that is not on a CPU, or whose graphs kernels are to rewrite."""
+    if config.parallel.tensor == 1:
+        return
+    if device.type != "cpu":
+        raise ConfigError(
+            f"parallel.tensor={config.parallel.tensor} was given for a model on {device}, and only a model on a CPU "
+            "can be split yet; leave parallel out, or move the model to the CPU."
+        )
+    if config.lowering.kernels:
+        raise ConfigError(
+            f"parallel.tensor={config.parallel.tensor} was given with lowering={config.lowering.name} and kernels, "
+            "which join layers of several devices; give lowering=eager or inductor, without lowering.kernels."
+        )
 
 
 def check_one_device(model: PreTrainedModel) -> None:

@@ -31,6 +31,7 @@ from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_recurrent_state import InsertRecurrentState
 from specgraph.passes.pipeline import run_passes
+from specgraph.passes.shard import Shard
 from specgraph.runtime.requests.request import Limits
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
@@ -42,7 +43,7 @@ tracing refuses other heads, and hidden states are compared for all tokens. With
 all tokens would take several times the memory of a small model's weights."""
 
 
-def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, config: Config) -> str:
+def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, config: Config, devices: int = 1) -> str:
     """Compare every hidden state of a traced model with the forward pass of ``model`` itself, on random tokens.
 
     The traced model runs in chunks of different lengths with a paged cache, and ``model`` without a cache. The chunks
@@ -54,6 +55,8 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
     bit of one decides to which of two numbers it is rounded. So where such a model differs, a copy in a wider dtype is
     traced and compared, and that decides: in float32, or in float64 if activations are quantised.
 
+    ``devices`` share the traced model's layers, as ``parallel.tensor`` says.
+
     Returns a line for the report.
 
     Raises:
@@ -63,19 +66,21 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
     windows = {n.kwargs["window"] for n in traced.body.graph.nodes if n.target is ATTENTION and n.kwargs.get("window")}
     wanted = max([2 * config.cache.block_size + 5, Tiling().kv_split + 5, *(w + 9 for w in windows)])
     length = min(wanted, limits.max_length, traced.info.max_positions or wanted, config.debug.self_check_tokens)
-    refusal, precision = _difference(model, traced, length, config), ""
+    refusal, precision = _difference(model, traced, length, config, devices), ""
     wider = _wider(traced)
     if refusal is not None and wider is not None:
         wide, rope = own_copy(model, shared=()).to(wider), traced.info.rope
         again = trace(wide, rope.length if rope else None)
-        refusal, precision = _difference(wide, again, length, config), f" in {str(wider).removeprefix('torch.')}"
+        refusal = _difference(wide, again, length, config, devices)
+        precision = f" in {str(wider).removeprefix('torch.')}"
     if refusal is not None:
         raise UnsupportedModelError(refusal)
     skipped = sorted(w for w in windows if w >= length)
     crossed = f"; sliding windows not crossed (debug.self_check_tokens): {skipped}" if skipped else ""
+    shared = f", as {devices} devices share it," if devices > 1 else ""
     return (
-        f"cached decoding of {traced.info.name} agrees with its own forward over {length} random tokens{precision}"
-        f"{crossed}"
+        f"cached decoding of {traced.info.name}{shared} agrees with its own forward over {length} random tokens"
+        f"{precision}{crossed}"
     )
 
 
@@ -87,7 +92,7 @@ def _wider(traced: TracedModel) -> torch.dtype | None:
     return torch.float32 if own == 16 else None
 
 
-def _difference(model: PreTrainedModel, traced: TracedModel, length: int, config: Config) -> str | None:
+def _difference(model: PreTrainedModel, traced: TracedModel, length: int, config: Config, devices: int) -> str | None:
     """What differs first over ``length`` random tokens, as a refusal; None if nothing does."""
     # They do not depend on the global random state.
     tokens = torch.randint(traced.info.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
@@ -95,7 +100,7 @@ def _difference(model: PreTrainedModel, traced: TracedModel, length: int, config
     with torch.no_grad():
         try:
             expected = _own_forward(model, tokens, traced.info.rope)
-            actual = _cached_forward(traced, tokens, config.cache.block_size)
+            actual = _cached_forward(traced, tokens, config.cache.block_size, devices)
         except (RuntimeError, IndexError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UnsupportedModelError(
@@ -158,10 +163,10 @@ def _own_forward(model: PreTrainedModel, tokens: Tensor, rope: Rope | None = Non
     return [state[:1] for state in (*out.hidden_states, out.logits[:, -LOGIT_ROWS:])]
 
 
-def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int) -> list[Tensor]:
+def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int, devices: int) -> list[Tensor]:
     """Every hidden state, computed in chunks of 1, 2, 3, 5, 8, ... rows with a cache, and the last logits."""
     layers = tuple(range(traced.info.num_layers + 1))
-    passes = [ExposeFeatures(layers), InsertKVCache(block_size), InsertRecurrentState()]
+    passes = [ExposeFeatures(layers), Shard(devices), InsertKVCache(block_size), InsertRecurrentState()]
     program = list(run_passes(first_program(traced, NoDrafter()), passes)[0].values())[-1]
     logits = program.one("logits")
     program.set_output(*program.with_role("feature"), *logits.all_input_nodes)

@@ -10,8 +10,16 @@ from specgraph.config.draft import DraftConfig, ParallelDraftConfig
 from specgraph.config.groups import group_choices, presets
 from specgraph.config.load import ConfigLike, check_no_keys, load_config, to_config
 from specgraph.config.lowering import choose_lowering, settle_lowering
-from specgraph.config.schema import CacheConfig, Config, DebugConfig, LoweringConfig, PipelineConfig, VerifyConfig
+from specgraph.config.schema import (
+    CacheConfig,
+    Config,
+    DebugConfig,
+    LoweringConfig,
+    ParallelConfig,
+    PipelineConfig,
+    VerifyConfig,
+)
 
-__all__ = ["CacheConfig", "Config", "ConfigLike", "DebugConfig", "DraftConfig", "LoweringConfig", "ParallelDraftConfig",
-           "PipelineConfig", "VerifyConfig", "check_no_keys", "choose_lowering", "compose", "group_choices",
-           "load_config", "presets", "settle_lowering", "to_config"]  # fmt: skip
+__all__ = ["CacheConfig", "Config", "ConfigLike", "DebugConfig", "DraftConfig", "LoweringConfig", "ParallelConfig",
+           "ParallelDraftConfig", "PipelineConfig", "VerifyConfig", "check_no_keys", "choose_lowering", "compose",
+           "group_choices", "load_config", "presets", "settle_lowering", "to_config"]  # fmt: skip

@@ -16,7 +16,7 @@ from specgraph.config.drafters import drafter_kinds, drafter_options
 from specgraph.config.errors import did_you_mean, explain, keys, nearest
 from specgraph.config.groups import presets, read_yaml
 from specgraph.config.paths import did_you_mean_path
-from specgraph.config.schema import LOWERINGS, NUMERICS, Config
+from specgraph.config.schema import LOWERINGS, MOST_DEVICES, NUMERICS, Config
 from specgraph.errors import ConfigError
 
 ConfigLike = DictConfig | Mapping[str, Any] | Config | str | Path | None
@@ -133,6 +133,24 @@ def validate(config: Config) -> None:
     if config.cache.snapshots is not None and config.cache.snapshots < 0:
         raise ConfigError(
             f"cache.snapshots must be 0 (recurrent layers share no prefixes) or more, got {config.cache.snapshots}."
+        )
+    _check_parallel(config)
+
+
+def _check_parallel(config: Config) -> None:
+    """Check that the devices are as many as are asked for, and of a kind that can share a target."""
+    count, devices = config.parallel.tensor, config.parallel.devices
+    if not 1 <= count <= MOST_DEVICES:
+        raise ConfigError(f"parallel.tensor must be from 1 to {MOST_DEVICES}, got {count}.")
+    if devices is not None and len(devices) != count:
+        raise ConfigError(
+            f"parallel.devices names {len(devices)} devices, and parallel.tensor asks for {count}; give as many."
+        )
+    others = [name for name in devices or () if name != "cpu"]
+    if others:
+        raise ConfigError(
+            f"parallel.devices may name cpu, as often as parallel.tensor says, and not {others[0]}: targets cannot be "
+            "shared by GPUs yet. Leave parallel out to run on one."
         )
 
 

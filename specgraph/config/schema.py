@@ -14,6 +14,8 @@ from specgraph.config.groups import conf_files
 
 LOWERINGS = ("auto", "eager", "inductor", "gpu")
 NUMERICS = ("bitwise", "fast")
+MOST_DEVICES = 8
+"""The most devices that share one target."""
 
 
 @dataclass
@@ -78,6 +80,16 @@ class LoweringConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """Several devices for the target. So far these are devices of a CPU, which take turns."""
+
+    tensor: int = 1
+    """How many devices share each linear layer and the heads of attention."""
+    devices: list[str] | None = None
+    """Their names, such as [cpu, cpu]; null: the target's own, so many times."""
+
+
+@dataclass
 class DebugConfig:
     """Checks, dumps and progress."""
 
@@ -103,6 +115,7 @@ class Config:
     passes: dict[str, Any] = field(default_factory=dict)
     """The options of every pass, as passes.NAME.OPTION."""
     lowering: LoweringConfig = field(default_factory=LoweringConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     numerics: str = "bitwise"
     """On a GPU: bitwise (the bits of a row do not depend on the other rows) or fast (they may depend on them; no node

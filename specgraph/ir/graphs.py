@@ -14,6 +14,11 @@ from torch import fx, nn
 from specgraph.compat import LazyGraphModule, OpOverload, pytree
 from specgraph.errors import UnsupportedModelError
 
+DEVICE = "device"
+"""The key under which ``node.meta`` has the number of the one device that a node runs on, if several share the work.
+
+A node without it runs on every device, with the same values."""
+
 
 def set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
     """Register a tensor under a dotted name, creating empty modules on the way."""

@@ -43,7 +43,8 @@ class ModelInfo:
         max_positions: the length of the longest sequence for which it is correct; None if its configuration names none.
         num_embeddings: the number of ids that its embedding takes; None if that is ``vocab_size``. A head with a
             reduced draft vocabulary, for example, embeds more ids than it drafts.
-        num_caches: how many of its layers have a KV cache; None if all have.
+        num_caches: how many KV caches it has; None if every layer has one. Where devices share the heads of a layer,
+            each device has one.
         rope: which rotary frequencies it has; None if these are the same for every length.
     """
 
@@ -60,7 +61,7 @@ class ModelInfo:
 
     @property
     def attention_layers(self) -> int:
-        """The number of its layers that have a KV cache."""
+        """The number of its KV caches: one for each layer that has attention, and for each device that shares it."""
         return self.num_layers if self.num_caches is None else self.num_caches
 
     @property

@@ -15,6 +15,7 @@ from torch import fx
 
 from specgraph.compat import HigherOrderOperator, OpOverload, OpOverloadPacket, qualified_name
 from specgraph.errors import ConfigError, VerificationError
+from specgraph.ir.graphs import DEVICE
 from specgraph.ir.origins import model_line
 from specgraph.ir.shapes import LAYOUT, called, describe_bytes, items_of, propagate, shape_of
 from specgraph.ir.views import ProgramView
@@ -31,7 +32,8 @@ _OPERATORS: dict[object, str] = {
 def render(program: ProgramView, module: str = "step") -> str:
     """The Python source of the step graph, or of one module: a class with a ``forward``, and one line for each node.
 
-    A comment at the end of each line gives the shape of the value and the pass that made the node. Weights are written
+    A comment at the end of each line gives the shape of the value, the pass that made the node, and the device that it
+    runs on if it does not run on every one of several. Weights are written
     as attributes (``self.model.layers[0].mlp.up_proj.weight``), functions by their imported names, and modules as
     ``self.target(...)``.
 
@@ -46,8 +48,8 @@ def listing(program: ProgramView, module: str = "step") -> list[dict[str, Any]]:
 
     Each has its ``name``, its kind (``op``), what it ``calls``, the names of its ``inputs``, its ``code`` in the file
     that :func:`render` writes, the ``shape`` and the ``bytes`` of its value, the shapes of its ``items`` if that is a
-    tuple, the ``pass`` that made it, and the
-    ``line`` of the model's source that it comes from.
+    tuple, the ``pass`` that made it, the ``line`` of the model's source that it comes from, and the ``device`` that it
+    runs on if it does not run on every one of several.
 
     Raises:
         ConfigError: the program has no such module.
@@ -66,6 +68,7 @@ def listing(program: ProgramView, module: str = "step") -> list[dict[str, Any]]:
             "bytes": describe_bytes(node.meta[LAYOUT]) if LAYOUT in node.meta else None,
             "pass": node.meta.get("pass_name"),
             "line": model_line(node.meta),
+            **({DEVICE: node.meta[DEVICE]} if DEVICE in node.meta else {}),
         }
         for node in graph.nodes
     ]
@@ -268,7 +271,8 @@ def _attribute(name: str) -> str:
 
 
 def _comment(node: fx.Node) -> str:
-    parts = [shape_of(node), node.meta.get("pass_name")]
+    device = f"device {node.meta[DEVICE]}" if DEVICE in node.meta else None
+    parts = [shape_of(node), node.meta.get("pass_name"), device]
     known = [part for part in parts if part not in (None, "None")]
     return f"  # {', '.join(known)}" if known else ""
 

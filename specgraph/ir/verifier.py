@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import fx
 
 from specgraph.errors import VerificationError
-from specgraph.ir.graphs import calls, written_by
+from specgraph.ir.graphs import DEVICE, calls, written_by
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import propagate
+from specgraph.kernels.linear.all_reduce import ALL_REDUCE
+from specgraph.kernels.ops import find
 from specgraph.kernels.step import FINAL_WRITES, scatter_state_
 
 
@@ -21,6 +23,7 @@ def verify_program(program: Program) -> None:
     check_calls(program)
     check_levels(program)
     check_write_order(program)
+    check_devices(program)
     propagate(program)
 
 
@@ -75,6 +78,20 @@ def check_write_order(program: Program) -> None:
                         f"step: {late[0].name} reads {written.name} after {node.name} has written it; move it up, or "
                         "mark the function with @writes(..., final=False) if its new values may be read in this step."
                     )
+
+
+def check_devices(program: Program) -> None:
+    """Check that devices which share modules read each other's values in ``all_reduce`` alone, one of each device."""
+    for name, module in program.modules.unchanged.items():
+        devices = {node.meta[DEVICE] for node in module.graph.nodes if DEVICE in node.meta}
+        for node in module.graph.nodes if devices else ():
+            read = [value.meta.get(DEVICE) for value in node.all_input_nodes]
+            if find(node.target) is ALL_REDUCE:
+                if read != sorted(devices):
+                    raise VerificationError(f"{name}: {node.name} sums values of the devices {read}, not one of each.")
+            elif {*read} - {None, node.meta.get(DEVICE)}:
+                where = f"of device {node.meta[DEVICE]}" if DEVICE in node.meta else "of every device"
+                raise VerificationError(f"{name}: {node.name} {where} reads a value of another device: {read}.")
 
 
 def _written(program: Program, node: fx.Node) -> list[fx.Node]:

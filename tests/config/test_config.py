@@ -33,7 +33,9 @@ class Idle(Pass):
 def test_defaults_come_from_the_groups_and_build_every_pass() -> None:
     config = load_config()
     assert [p.name for p in build_passes(config)] == config.pipeline.order
-    assert set(config.passes) == set(PASSES) == set(config.pipeline.order)
+    assert set(config.passes) == set(PASSES) == {*config.pipeline.order, "shard"}
+    shared = build_passes(load_config({"parallel": {"tensor": 2}}))
+    assert [p.name for p in shared if p.name not in config.pipeline.order] == ["shard"], "only if it is asked for"
     assert config.draft.kind == "ngram" and config.verify.rule == "strict" and config.lowering.name == "auto"
 
 

@@ -1,0 +1,361 @@
+"""Computes parts of values in a traced graph, for devices that share the work of one.
+
+A *part* of a value is a range of one of its dimensions. A device that multiplies some of the inputs of a linear layer
+needs a part of these inputs. To compute it, the nodes in front of the layer are copied for the device, each for the
+part that the next one needs: an activation of some features, the attention of some heads, a view of some columns. The
+copies begin with linear layers of which the device has some rows of the weight, or with other weights of which it has a
+part.
+
+Nothing here knows a model. What cannot be computed by parts raises :class:`Mismatch`, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+
+from specgraph.ir.graphs import DEVICE, arguments, get_attribute, set_attribute
+from specgraph.ir.linear import describe
+from specgraph.ir.shapes import LAYOUT, called
+from specgraph.passes.common.patterns import CONVERSIONS, PARTS, Mismatch, aten, insert, same_sizes, value_of
+
+ATTENTION = torch.ops.specgraph.attention.default
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints)
+SAME = (*CONVERSIONS, aten.alias.default, aten.contiguous.default, aten.dropout.default)
+"""Ops without the tag of a function of elements that give every element of their input at its own place."""
+WHOLE = (torch.ops.specgraph.all_reduce.default, aten.embedding.default)
+"""What gives a whole value to every device."""
+NORMS = (aten.layer_norm.default, aten.rms_norm.default)
+
+
+class WholeError(Mismatch):
+    """What was to be computed by parts is a value that every device has, such as the hidden states between layers."""
+
+
+class Part(NamedTuple):
+    """The elements from ``begin`` on, ``size`` of them, of the dimension ``dim`` of a value."""
+
+    dim: int
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A product of rows with one plain matrix, however the model writes it.
+
+    Attributes:
+        node: the call.
+        x: the rows.
+        weight: the node that reads the matrix.
+        bias: the node that reads the bias; or None.
+        outputs: the dimension of the matrix that counts the outputs, 0 or 1.
+    """
+
+    node: fx.Node
+    x: Any
+    weight: fx.Node
+    bias: fx.Node | None
+    outputs: int
+
+    def call(self, x: Any, weight: fx.Node, bias: fx.Node | None, name: str) -> fx.Node:
+        """The same product of other tensors, in front of this one."""
+        op, args = self.node.target, (x, weight) if bias is None else (x, weight, bias)
+        if self.outputs == 1:
+            op, args = (aten.mm.default, args) if bias is None else (op, (bias, x, weight))
+        return insert(self.node, op, args, name=name)
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """``node`` as a product that can be cut; None if it is none."""
+    linear = describe(node)
+    if linear is not None and linear.is_traced and len(linear.weight) == 1:
+        found = Product(node, linear.x, linear.weight[0], linear.bias, 0)
+    elif node.target is aten.addmm.default and not node.kwargs:  # linear layers of GPT-2, whose weights are [I, O]
+        bias, x, weight = cast(list[fx.Node], node.args)
+        found = Product(node, x, weight, bias, 1)
+    else:
+        return None
+    named = (found.weight,) if found.bias is None else (found.weight, found.bias)
+    return found if all(each.op == "get_attr" for each in named) else None
+
+
+@dataclass(eq=False)
+class Region:
+    """The nodes in front of one product that devices share, and their copies.
+
+    Attributes:
+        module: what the nodes are in.
+        last: the product.
+        values: what tracing would have noted for parts, by what they are parts of. Regions of a module share it, since
+            fake tensors take long to make.
+        covered: the nodes that have been copied, and need not run whole any more.
+        cut: the nodes that read the weights of the products among them.
+        made: the new nodes, in the order in which they were made.
+    """
+
+    module: fx.GraphModule
+    last: fx.Node
+    values: dict[object, Any]
+    covered: dict[fx.Node, None] = field(default_factory=dict)
+    cut: dict[fx.Node, None] = field(default_factory=dict)
+    made: list[fx.Node] = field(default_factory=list)
+    _known: dict[tuple[fx.Node, Part, int], fx.Node] = field(default_factory=dict)
+
+    def part(self, value: Any, part: Part, device: int) -> Any:
+        """The node that computes ``part`` of ``value`` on a device.
+
+        Raises:
+            Mismatch: an op needs all of a value. ``WholeError``: there is no product that could be cut.
+        """
+        tensor = value_of(value)
+        if tensor is None:
+            raise Mismatch(f"the shape of {value} is not known")
+        if part.begin == 0 and part.size == tensor.shape[part.dim]:
+            return value  # every device needs all of it, as of the only key head
+        key = (value, part, device)
+        if key not in self._known:
+            self._known[key] = self._computed(value, part, device)
+        return self._known[key]
+
+    def weight(self, node: fx.Node, part: Part, device: int) -> fx.Node:
+        """A node that reads a part of the tensor that ``node`` reads. It is a view of the same memory."""
+        end = part.begin + part.size
+        name = f"{node.target}_device{device}_dim{part.dim}_{part.begin}_{end}"
+        tensor = get_attribute(self.module, str(node.target)).detach()
+        set_attribute(self.module, name, tensor.narrow(part.dim, part.begin, part.size))
+        with self.module.graph.inserting_before(node):
+            return self._noted(self.module.graph.get_attr(name), node, part, device)
+
+    def partial_sum(self, product: Product, part: Part, device: int) -> fx.Node:
+        """What a device adds to the result of a product: the part of its inputs times the columns of these."""
+        x = self.part(product.x, part, device)
+        weight = self.weight(product.weight, part._replace(dim=1 - product.outputs), device)
+        new = product.call(x, weight, None, _name(product.node, device))
+        return self._noted(new, product.node, None, device)
+
+    def check_closed(self) -> None:
+        """Raise ``Mismatch`` if something else reads a node that was copied: it would run whole, too."""
+        inside = {*self.covered, *self.made, self.last}
+        for node in self.covered:
+            for user in node.users:
+                if user not in inside:
+                    raise Mismatch(f"{user.name} ({called(user)}) reads all of {node.name}")
+
+    def undo(self) -> None:
+        """Erase the copies."""
+        for node in reversed(self.made):
+            self.module.graph.erase_node(node)
+
+    def _computed(self, node: fx.Node, part: Part, device: int) -> fx.Node:
+        if node.op == "get_attr":
+            return self.weight(node, part, device)
+        if node.op != "call_function" or "hidden_state" in node.meta or node.target in WHOLE:
+            raise WholeError(f"{node.name} is whole on every device")
+        self.covered[node] = None
+        product = product_of(node)
+        if product is not None:
+            return self._rows(product, part, device)
+        rule = RULES.get(node.target) or (
+            _pointwise if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
+        )
+        if rule is None:
+            raise Mismatch(f"{node.name} ({called(node)}) is not known to be computed by parts")
+        found = rule(self, node, part, device)
+        return found if isinstance(found, fx.Node) else self.copy(node, part, device, *found)
+
+    def _rows(self, product: Product, part: Part, device: int) -> fx.Node:
+        """Some outputs of a product: of so many rows of its weight."""
+        node = product.node
+        if part.dim != node.meta["val"].dim() - 1:
+            raise Mismatch(f"{node.name} would be cut between rows")
+        self.cut[product.weight] = None
+        weight = self.weight(product.weight, part._replace(dim=product.outputs), device)
+        bias = None if product.bias is None else self.weight(product.bias, part._replace(dim=0), device)
+        return self._noted(product.call(product.x, weight, bias, _name(node, device)), node, part, device)
+
+    def copy(self, node: fx.Node, part: Part, device: int, args: Any, kwargs: Any = None) -> fx.Node:
+        """A copy of a node with other arguments, which computes a part of what the node does."""
+        new = insert(node, node.target, args, node.kwargs if kwargs is None else kwargs, _name(node, device))
+        return self._noted(new, node, part, device)
+
+    def _noted(self, new: fx.Node, like: fx.Node, part: Part | None, device: int) -> fx.Node:
+        value = like.meta.get("val")
+        new.meta = {key: noted for key, noted in like.meta.items() if key not in ("pass_name", "hidden_state", LAYOUT)}
+        if part is not None and value is not None:
+            new.meta["val"] = self._narrowed(value, part)
+        new.meta[DEVICE] = device
+        self.made.append(new)
+        return new
+
+    def _narrowed(self, value: Any, part: Part) -> Any:
+        """A value of the shape of a part; of each of several values, the same part."""
+        if isinstance(value, (list, tuple)):
+            return [self._narrowed(each, part) for each in value]
+        shape = list(value.shape)
+        shape[part.dim] = part.size
+        key = str(shape), value.dtype
+        if key not in self.values:
+            self.values[key] = value.new_empty(shape)
+        return self.values[key]
+
+    def operand(self, value: Any, like: Tensor, part: Part, device: int) -> Any:
+        """The part of an operand that goes with a part of ``like``, to which the operand broadcasts."""
+        tensor = value_of(value)
+        if tensor is None:
+            return value
+        dim = part.dim - (like.dim() - tensor.dim())
+        return value if dim < 0 or _is_one(tensor.shape[dim]) else self.part(value, part._replace(dim=dim), device)
+
+
+def products_behind(value: Any) -> Iterator[Product]:
+    """The products whose results ``value`` is computed from without another one in between, in one layer."""
+    waiting, seen = [value], set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, fx.Node) or node in seen or "hidden_state" in node.meta or node.target in WHOLE:
+            continue
+        seen.add(node)
+        if (product := product_of(node)) is not None:
+            yield product
+        else:
+            waiting += node.all_input_nodes
+
+
+def _name(node: fx.Node, device: int) -> str:
+    return f"{node.name}_device{device}"
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _pointwise(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    like = node.meta["val"]
+    mapped: Any = fx.map_arg((node.args, node.kwargs), lambda value: region.operand(value, like, part, device))
+    return mapped
+
+
+def _transpose(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    x, *dims = node.args
+    a, b = (dim % node.meta["val"].dim() for dim in dims)
+    return ((region.part(x, part._replace(dim={a: b, b: a}.get(part.dim, part.dim)), device), a, b),)
+
+
+def _view(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """The dimension that is cut is one of the input as well, or a piece of one, or the outermost of several in it."""
+    x, *rest = node.args
+    whole, given = node.meta["val"].shape, x.meta["val"].shape  # type: ignore[union-attr]
+    if same_sizes(whole[: part.dim + 1], given[: part.dim + 1]):
+        return ((region.part(x, part, device), *_resized(rest, part)),)
+    inner = _elements(whole[part.dim + 1 :])
+    for dim in reversed(range(len(given))):
+        own = _elements(given[dim + 1 :])
+        if inner is None or own is None or not isinstance(given[dim], int):
+            break
+        if given[dim] * own != whole[part.dim] * inner or given[dim] == 1:
+            continue
+        if any(number * inner % own for number in (part.begin, part.size)):
+            raise Mismatch(f"{node.name} would be cut inside of one of {given[dim]} heads or groups of {own} values")
+        begin, size = (number * inner // own for number in (part.begin, part.size))
+        return ((region.part(x, Part(dim, begin, size), device), *_resized(rest, part)),)
+    raise Mismatch(f"{node.name} mixes the dimension that is cut with another one")
+
+
+def _resized(given: Any, part: Part) -> list[Any]:
+    """The arguments of a view behind its input: if they are sizes, with that of the part."""
+    if not isinstance(given[0], (list, tuple)):
+        return list(given)
+    sizes = list(given[0])
+    sizes[part.dim] = -1 if sizes[part.dim] == -1 else part.size
+    return [sizes]
+
+
+def _elements(sizes: Any) -> int | None:
+    """The product of sizes; None if one of them is not known."""
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+
+def _slice(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    given = arguments(node)
+    x, dim, begin = given["self"], given["dim"] % node.meta["val"].dim(), given["start"] or 0
+    if dim != part.dim:
+        return ((region.part(x, part, device), *node.args[1:]),)
+    if given["step"] != 1 or begin < 0:
+        raise Mismatch(f"{node.name} takes every {given['step']}. value from {begin} on of what is cut")
+    return region.part(x, part._replace(begin=part.begin + begin), device)
+
+
+def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """One of the tensors into which another one is cut: along the dimension that is cut, a range of it."""
+    parts, index = node.args
+    if getattr(parts, "target", None) not in PARTS:
+        raise Mismatch(f"{node.name} is an item of {parts}")
+    given: Any = arguments(parts)  # type: ignore[arg-type]
+    region.covered[parts] = None  # type: ignore[index]
+    x, values = given["self"], parts.meta["val"]  # type: ignore[union-attr]
+    if given["dim"] % node.meta["val"].dim() == part.dim:
+        before = sum(value.shape[part.dim] for value in values[:index])
+        return region.part(x, part._replace(begin=part.begin + before), device)
+    key = (parts, part, device)
+    if key not in region._known:
+        source = region.part(x, part, device)
+        region._known[key] = region.copy(parts, part, device, (source, *parts.args[1:]))  # type: ignore[index,arg-type,union-attr]
+    return ((region._known[key], index),)  # type: ignore[index]
+
+
+def _side_by_side(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """Tensors one behind the other, or in a new dimension. Each is cut, in another dimension."""
+    tensors, *rest = node.args
+    at, stacked = (rest[0] if rest else 0) % node.meta["val"].dim(), node.target is aten.stack.default
+    if at == part.dim:
+        raise Mismatch(f"{node.name} joins what would be cut")
+    own = part._replace(dim=part.dim - (stacked and part.dim > at))
+    return (([region.part(each, own, device) for each in tensors], *rest),)  # type: ignore[union-attr]
+
+
+def _mean(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    given = arguments(node)
+    dims = [dim % given["self"].meta["val"].dim() for dim in given["dim"] or ()]
+    source = region.part(given["self"], part, device)
+    if not dims or part.dim in dims or not given["keepdim"]:
+        raise Mismatch(f"{node.name} is a mean over all of what would be cut")
+    return ((source, *node.args[1:]),)
+
+
+def _norm(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    x, sizes, *rest = node.args
+    source = region.part(x, part, device)
+    if part.dim >= node.meta["val"].dim() - len(sizes):  # type: ignore[arg-type]
+        raise Mismatch(f"{node.name} is a norm over all of what would be cut")
+    return ((source, sizes, *rest),)
+
+
+def _attention(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """Some heads of ``[B, T, H, D]``, with the key heads that they read, which several devices may have."""
+    if part.dim != 2:
+        raise Mismatch(f"{node.name} would be cut elsewhere than between heads")
+    q, k, v, *sinks = node.args
+    group = q.meta["val"].shape[1] // k.meta["val"].shape[1]  # type: ignore[union-attr]
+    first, last = part.begin // group, (part.begin + part.size - 1) // group
+    aligned = part.size % group == 0 and part.begin % group == 0
+    if not aligned and first != last:
+        raise Mismatch(f"{part.size} heads for a device are no whole groups of the {group} that share a key head")
+    heads, keys = part._replace(dim=1), Part(1, first, last - first + 1)
+    own = [region.part(sink, part._replace(dim=0), device) if sink is not None else None for sink in sinks]
+    return ((region.part(q, heads, device), region.part(k, keys, device), region.part(v, keys, device), *own),)
+
+
+RULES: dict[Any, Callable[[Region, fx.Node, Part, int], Any]] = {
+    **dict.fromkeys(SAME, _pointwise), **dict.fromkeys(VIEWS, _view), **dict.fromkeys(NORMS, _norm),
+    aten.transpose.int: _transpose, aten.slice.Tensor: _slice, operator.getitem: _item, aten.mean.dim: _mean,
+    aten.cat.default: _side_by_side, aten.stack.default: _side_by_side, ATTENTION: _attention,
+}  # fmt: skip
+"""For every op that can be computed by parts: the arguments of the copy for a part, and perhaps its keywords, or the
+node that computes the part by itself."""

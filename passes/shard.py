@@ -1,0 +1,178 @@
+"""Several devices share the target's linear layers and attention heads (tensor parallelism): ``linear(x, w)`` becomes
+``all_reduce([linear(x_0, w_0), linear(x_1, w_1), ...])``, where ``x_d`` and ``w_d`` are what device ``d`` has of the
+inputs and of the columns that go with them.
+
+The pass looks for linear layers whose inputs can be computed by parts: behind attention, by heads, and behind
+activations and gates, by features. Everything from the linear layers in front of these on is copied for each device,
+with its rows of the weights (:mod:`specgraph.passes.common.device_parts`). What is in no such region runs on every
+device: norms, the hidden states between layers, the vocabulary, and drafters. So there is one graph for all devices, in
+which their nodes stand side by side. ``meta["device"]`` says which nodes are of one device alone, and devices wait for
+each other at an ``all_reduce`` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import replace as with_fields
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specgraph.errors import ConfigError, PassError
+from specgraph.ir.graphs import DEVICE, calls, get_attribute, new_module, remove_dead_code
+from specgraph.ir.linear import DENSE, linears
+from specgraph.ir.program import TARGET_MODULES, Program
+from specgraph.ir.tensors import view_of
+from specgraph.kernels.state import RECURRENT
+from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.passes.common.device_parts import (
+    ATTENTION,
+    Part,
+    Product,
+    Region,
+    WholeError,
+    product_of,
+    products_behind,
+)
+from specgraph.passes.common.patterns import Mismatch, aten, insert, replace
+
+ALL_REDUCE = torch.ops.specgraph.all_reduce.default
+VOCABULARY = "tables of embeddings and the projection to the vocabulary are whole on every device"
+NO_REGION = "no layer behind it takes its outputs by parts, and its inputs are whole on every device"
+
+
+@dataclass(frozen=True)
+class Shard(Pass, requires={"traced", "target_only"}, exact=False):
+    """Options: ``tensor``, the number of devices."""
+
+    tensor: int = 1
+
+    @property
+    def skipped(self) -> str | None:
+        """A reason if there is one device."""
+        return "one device runs the target (parallel.tensor=1)" if self.tensor == 1 else None
+
+    def apply(self, program: Program) -> PassResult:
+        """Rewrite ``target``, and say what each device has.
+
+        Raises:
+            ConfigError: layers of the target are of a kind that is not split yet, or nothing of it can be split.
+            PassError: the target has its state already.
+        """
+        if "kv_cache" in program.facts:
+            raise PassError("shard runs before state is inserted: put it before insert_kv_cache in pipeline.order.")
+        _check_layers(program)
+        target = program.modules["target"]
+        splits, reasons = _split_all(target, self.tensor)
+        if not splits:
+            why = next(iter(reasons.values()), NO_REGION)
+            raise ConfigError(
+                f"parallel.tensor={self.tensor} splits nothing of {program.target.name}: {why}. Give a number of "
+                "devices that divides its attention heads and its intermediate size, or leave parallel out."
+            )
+        remove_dead_code(target)
+        program.modules["target"] = new_module(target, target.graph, "target")
+        caches = sum(1 for _ in calls(target.graph, ATTENTION))
+        program.target = with_fields(program.target, num_caches=caches)
+        alike = Counter(re.sub(r"\.\d+\.", ".*.", line) for line in splits)
+        notes = [f"{count} x {line}" for line, count in alike.items()]
+        notes += [_describe(program, device) for device in range(self.tensor)]
+        return PassResult(len(splits), near_misses=tuple(_misses(program, reasons)), notes=tuple(notes))
+
+
+def weights_on(program: Program, device: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The target's tensors on a device: those that it alone has, and those that are whole on every device."""
+    own, whole = dict[object, Tensor](), dict[object, Tensor]()
+    for _, node, tensor in _read(program):
+        if node.meta.get(DEVICE, device) == device:
+            (own if DEVICE in node.meta else whole)[view_of(tensor)] = tensor
+    return [*own.values()], [*whole.values()]
+
+
+def _check_layers(program: Program) -> None:
+    """Refuse layers that a later version will split."""
+    graphs = [program.modules.unchanged[name].graph for name in TARGET_MODULES]
+    every = [linear for graph in graphs for linear in linears(graph)]
+    kinds = {
+        "experts": any(linear.expert_ids is not None for linear in every),
+        "recurrent layers": any(node.target in RECURRENT for graph in graphs for node in graph.nodes),
+        "quantised weights": any(linear.scheme is not DENSE for linear in every),
+    }
+    found = [kind for kind, there in kinds.items() if there]
+    if found:
+        raise ConfigError(
+            f"parallel splits the linear layers and the attention of dense models, and {program.target.name} has "
+            f"{' and '.join(found)}; leave parallel out, so that one device runs it."
+        )
+
+
+def _split_all(module: fx.GraphModule, count: int) -> tuple[list[str], dict[str, str]]:
+    """Split what can be split: a line for each split, and by the names of other weights the reasons against it."""
+    splits, reasons, values = list[str](), dict[str, str](), dict[object, Any]()
+    for node in list(module.graph.nodes):
+        product = None if node._erased else product_of(node)
+        if product is None or DEVICE in node.meta:
+            continue
+        try:
+            splits.append(_split(module, product, count, values))
+        except WholeError:
+            continue
+        except Mismatch as reason:
+            for other in (product, *products_behind(product.x)):
+                reasons.setdefault(str(other.weight.target), str(reason))
+    return splits, reasons
+
+
+def _split(module: fx.GraphModule, product: Product, count: int, values: dict[object, Any]) -> str:
+    """Let each device multiply its part of the inputs of a product; returns a line for the report.
+
+    Raises:
+        Mismatch: the inputs cannot be computed by parts, and nothing has changed.
+    """
+    node, width = product.node, int(product.x.meta["val"].shape[-1])
+    region = Region(module, node, values)
+    try:
+        share, rest = divmod(width, count)
+        parts = [Part(product.x.meta["val"].dim() - 1, device * share, share) for device in range(count)]
+        partial = [region.partial_sum(product, part, device) for device, part in enumerate(parts)]
+        region.check_closed()
+        if rest:
+            raise Mismatch(f"{width} inputs are not divided by {count} devices")
+    except Mismatch:
+        region.undo()
+        raise
+    line = f"{product.weight.target}: columns; {', '.join(str(w.target) for w in region.cut)}: rows"
+    result = insert(node, ALL_REDUCE, (partial,), name="all_reduce")
+    if product.bias is not None:  # once, and not by each device
+        result = insert(node, aten.add.Tensor, (result, product.bias))
+    replace(node, result)
+    return line
+
+
+def _read(program: Program) -> Iterator[tuple[str, fx.Node, Tensor]]:
+    """The tensors that the target reads: with the module, and the node that names them."""
+    for name in TARGET_MODULES:
+        module = program.modules.unchanged[name]
+        for node in module.graph.find_nodes(op="get_attr"):
+            yield name, node, get_attribute(module, str(node.target))
+
+
+def _misses(program: Program, reasons: dict[str, str]) -> Iterator[NearMiss]:
+    """The matrices that are whole on every device."""
+    seen = set[object]()
+    for name, node, tensor in _read(program):
+        if DEVICE in node.meta or tensor.dim() < 2 or view_of(tensor) in seen:
+            continue
+        seen.add(view_of(tensor))
+        table = name == "lm_head" or any(user.target is aten.embedding.default for user in node.users)
+        reason = VOCABULARY if table else reasons.get(str(node.target), NO_REGION)
+        yield NearMiss(f"{name}.{node.target}", f"{reason} ({tensor.nbytes:,} bytes)")
+
+
+def _describe(program: Program, device: int) -> str:
+    own, whole = (sum(tensor.nbytes for tensor in tensors) for tensors in weights_on(program, device))
+    return f"device {device}: {own + whole:,} bytes of weights, {own:,} its own and {whole:,} that every device has"

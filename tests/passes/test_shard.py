@@ -1,0 +1,414 @@
+"""Several devices that share a target give the tokens of one, and what they do not share is said."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from transformers import PreTrainedModel
+
+import specgraph
+from specgraph import ConfigError, NumericsError, PassError, SpeculativeDecoder
+from specgraph.compiler.compile import check_parallel
+from specgraph.compiler.numerics import compare_stages
+from specgraph.drafters.none import NoDrafter
+from specgraph.errors import VerificationError
+from specgraph.frontend.first_program import first_program
+from specgraph.frontend.tracing import trace
+from specgraph.ir.graphs import DEVICE, calls, get_attribute
+from specgraph.ir.program import Program
+from specgraph.ir.state import allocate
+from specgraph.ir.verifier import check_devices, verify_program
+from specgraph.passes.base import PassResult
+from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.pipeline import run_passes
+from specgraph.passes.shard import ALL_REDUCE, Shard, weights_on
+from tests.decoding import assert_same_tokens, compiled, in_a_stream_and_a_session, reference_greedy
+from tests.models import double_model, make_head, make_model, ragged_prompts
+
+PROMPTS = ragged_prompts()
+NEW = 10
+SPLIT = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox", "gpt2", "starcoder2",
+    "granite", "cohere", "smollm3", "glm4", "stablelm", "opt",
+)  # fmt: skip
+"""The dense architectures, all layers of which are split."""
+
+
+def parallel(count: int) -> dict[str, Any]:
+    return {"tensor": count, "devices": ["cpu"] * count}
+
+
+@functools.cache
+def model(architecture: str = "llama") -> PreTrainedModel:
+    return double_model(architecture, 1)
+
+
+@functools.cache
+def decoder(architecture: str, kind: str, count: int) -> SpeculativeDecoder:
+    given = {"parallel": parallel(count), "pipeline": {"verify": True}} if count > 1 else {}
+    return compiled(model(architecture), kind, **given)
+
+
+@functools.cache
+def greedy(architecture: str) -> list[Tensor]:
+    return reference_greedy(model(architecture), PROMPTS, NEW)
+
+
+def sharded(count: int, **options: Any) -> Program:
+    """The program of a llama with ``count`` devices and page pools, which the verifier has seen."""
+    target = trace(make_model("llama", dtype=torch.float64, **options))
+    passes = [ExposeFeatures(), Shard(count), InsertKVCache(4)]
+    program = [*run_passes(first_program(target, NoDrafter()), passes)[0].values()][-1]
+    verify_program(program)
+    return program
+
+
+@pytest.mark.parametrize("architecture", SPLIT)
+def test_tokens_are_those_of_one_device_and_of_generate(architecture: str) -> None:
+    both = architecture in ("llama", "gemma2", "gpt2")
+    for count in (2, 4) if both else (2 + 2 * (SPLIT.index(architecture) % 2),):
+        many = decoder(architecture, "none", count)
+        assert_same_tokens(model(architecture), PROMPTS, many.generate(PROMPTS, max_new_tokens=NEW).new_tokens,
+                           greedy(architecture))  # fmt: skip
+        drawn = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "seed": 7}
+        one = decoder(architecture, "none", 1).generate(PROMPTS, **drawn).new_tokens
+        assert_same_tokens(model(architecture), PROMPTS, many.generate(PROMPTS, **drawn).new_tokens, one)
+        target = many.stages["shard"].modules.unchanged["target"]
+        layers = model(architecture).config.num_hidden_layers
+        assert len([*calls(target.graph, ALL_REDUCE)]) == 2 * layers, "attention and what follows it in every layer"
+        whole = [miss.where for miss in result(many).near_misses]
+        assert whole and all("embed" in name or "lm_head" in name or "wpe" in name for name in whole)
+
+
+def result(decoder: SpeculativeDecoder) -> PassResult:
+    """What the pass says that it did."""
+    return next(report.result for report in decoder._reports if report.name == "shard")
+
+
+@pytest.mark.parametrize("rule", ["strict", "probabilistic"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "draft_model", "eagle3"])
+def test_drafters_run_whole_on_every_device(kind: str, rule: str) -> None:
+    drafts: dict[str, Any] = {"draft_model": double_model("llama", 2), "eagle3": make_head(model())}
+    options: dict[str, Any] = {"draft": drafts.get(kind), "verify": {"rule": rule}}
+    one, many = compiled(model(), kind, 3, **options), compiled(model(), kind, 3, parallel=parallel(2), **options)
+    for drawn in ({}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
+        a, b = (each.generate(PROMPTS, max_new_tokens=NEW, **drawn) for each in (one, many))
+        assert_same_tokens(model(), PROMPTS, b.new_tokens, a.new_tokens)
+        assert a.stats.acceptance_length == b.stats.acceptance_length
+        if not drawn:
+            assert_same_tokens(model(), PROMPTS, b.new_tokens, greedy("llama"))
+
+
+def test_streams_sessions_prefixes_and_scores_are_those_of_one_device() -> None:
+    cache = {"prefill_chunk": 7, "block_size": 4, "reuse_prefixes": True}
+    many = compiled(model(), "ngram", parallel=parallel(2), cache=cache, max_batch_size=2)
+    expected = [tokens.tolist() for tokens in greedy("llama")]
+    streamed, in_session, _ = in_a_stream_and_a_session(many, PROMPTS, max_new_tokens=NEW)
+    assert streamed == in_session == expected
+    again, _, stats = in_a_stream_and_a_session(many, [PROMPTS[1]] * 3, max_new_tokens=NEW)
+    assert again == [expected[1]] * 3 and stats.reused_tokens > 0
+    whole = [torch.cat(pair) for pair in zip(PROMPTS, greedy("llama"), strict=True)]
+    scores = [each.score(whole).logprobs for each in (decoder("llama", "none", 1), many)]
+    for one, own in zip(*scores, strict=True):
+        torch.testing.assert_close(own, one, rtol=1e-6, atol=1e-6)
+
+
+def test_pools_have_the_key_heads_of_their_device() -> None:
+    for count, heads in ((2, 1), (4, 1)):
+        program = sharded(count)
+        pools = program.inputs["target_caches"]
+        assert isinstance(pools, tuple) and {pool.shape[2] for pool in pools} == {heads}  # type: ignore[union-attr]
+        assert len(pools) == 2 * 2 * count, "keys and values of two layers"
+    eight = sharded(2, num_attention_heads=8, num_key_value_heads=4)
+    assert {pool.shape[2] for pool in eight.inputs["target_caches"]} == {2}  # type: ignore[union-attr]
+
+
+def test_one_key_head_is_whole_on_every_device() -> None:
+    own = double_model("llama", 1, num_key_value_heads=1)
+    many = compiled(own, "none", parallel=parallel(2))
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
+    missed = {miss.where.rpartition("attn.")[2] for miss in result(many).near_misses if "attn" in miss.where}
+    assert missed == {"k_proj.weight", "v_proj.weight"}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_device_has_its_share_and_what_is_whole(count: int) -> None:
+    program = sharded(count)
+    keys = 2 * 16 * 32 / min(count, 2)  # there are two key heads, so that two of four devices have the same
+    own = int(2 * 8 * (keys + (2 * 32 * 32 + 3 * 48 * 32) / count))  # two layers in float64
+    small = (5 * 32 + 4) * 8  # norms, and rotary frequencies
+    total = own + 2 * 101 * 32 * 8 + small  # the vocabulary is whole
+    for device in range(count):
+        shares, whole = weights_on(program, device)
+        assert sum(tensor.nbytes for tensor in shares) == own
+        assert sum(tensor.nbytes for tensor in whole) == total - own
+    lines = [line for line in _notes(count) if line.startswith("device")]
+    rest = f"{total:,} bytes of weights, {own:,} its own and {total - own:,} that every device has"
+    assert lines == [f"device {device}: {rest}" for device in range(count)]
+
+
+def _notes(count: int) -> tuple[str, ...]:
+    return result(decoder("llama", "none", count)).notes
+
+
+def test_every_split_is_reported() -> None:
+    attention, mlp, *_ = _notes(2)
+    layer = "model.layers.*."
+    projections = ", ".join(f"{layer}self_attn.{name}_proj.weight" for name in "qkv")
+    assert attention == f"2 x {layer}self_attn.o_proj.weight: columns; {projections}: rows"
+    assert (
+        mlp == f"2 x {layer}mlp.down_proj.weight: columns; {layer}mlp.gate_proj.weight, {layer}mlp.up_proj.weight: rows"
+    )
+
+
+def test_what_is_not_split_is_a_near_miss_with_its_reason_and_its_bytes() -> None:
+    own = double_model("olmo2", 1)  # it has norms over the queries and the keys of all heads
+    many = compiled(own, "none", parallel=parallel(2))
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
+    misses = {miss.where: miss.reason for miss in result(many).near_misses}
+    reason = "is a norm over all of what would be cut (8,192 bytes)"
+    assert misses["target.model.layers.1.self_attn.o_proj.weight"].endswith(reason)
+    assert misses["target.model.layers.1.self_attn.q_proj.weight"].endswith(reason)
+    assert not any("mlp" in name for name in misses)
+    assert misses["lm_head.lm_head.weight"].endswith("are whole on every device (25,856 bytes)")
+    three = make_model("llama", dtype=torch.float64)  # 4 heads, and 48 features between the linear layers
+    misses = {miss.where: miss.reason for miss in result(compiled(three, "none", parallel=parallel(3))).near_misses}
+    assert "inside of one of 4 heads" in misses["target.model.layers.0.self_attn.q_proj.weight"]
+    assert not any("mlp" in name for name in misses)
+
+
+def test_devices_read_the_weights_of_the_model_where_they_lie() -> None:
+    own = double_model("llama", 3)
+    many = compiled(own, "none", parallel=parallel(2))
+    memory = {tensor.untyped_storage().data_ptr() for tensor in own.parameters()}
+    program = many.stages["shard"]
+    assert all(tensor.untyped_storage().data_ptr() in memory for tensor in weights_on(program, 1)[0])
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.copy_(parameter.flip(0))
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
+
+
+def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
+    many = decoder("llama", "none", 2)
+    folder = many.dump(tmp_path / "graphs")
+    stage = folder / "03_insert_kv_cache"
+    lines = (stage / "target.py").read_text().splitlines()
+    (key_pool,) = (line for line in lines if line.strip().startswith("k_cache_1 ="))
+    assert key_pool.endswith("# f64[N, 4, 1, 8], insert_kv_cache, device 1")
+    sums = [line for line in lines if "= torch.ops.specgraph.all_reduce" in line]
+    assert len(sums) == 4 and all(line.endswith("# f64[B, T, 32], shard") for line in sums)
+    nodes = json.loads((stage / "nodes.json").read_text())["target"]
+    devices = [node[DEVICE] for node in nodes if DEVICE in node]
+    assert devices.count(0) == devices.count(1) > 0 and len(devices) < len(nodes)
+    state = {"B": 1, "b": 1, "T": 3, "M": 2, "N": 2, "S": 8, "E": 1}
+    window, results = torch.tensor([[5, 6, 7]]), []
+    for loaded in (specgraph.load_dump(stage), many.stages["insert_kv_cache"]):
+        given = allocate(loaded, state, torch.device("cpu"))
+        given["block_table"].copy_(torch.arange(2)[None])
+        given["num_rows"].fill_(3)
+        given["max_length"].fill_(8)
+        results.append(loaded.step()(window=window, **given))
+    assert torch.equal(*results)
+
+
+class OneDevice(fx.Interpreter):
+    """Runs what one device runs of a module, in a thread of its own; ``sums`` has what devices give to each sum."""
+
+    def __init__(self, module: fx.GraphModule, device: int, sums: dict[str, list[Any]], barrier: Barrier) -> None:
+        super().__init__(module)
+        self.device, self.sums, self.barrier = device, sums, barrier
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.meta.get(DEVICE, self.device) != self.device:
+            return None
+        if n.target is not ALL_REDUCE:
+            return super().run_node(n)
+        self.sums[n.name][self.device] = self.env[n.args[0][self.device]]  # type: ignore[index]
+        self.barrier.wait(60)
+        return ALL_REDUCE(self.sums[n.name])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_device_can_run_by_itself_between_the_sums(count: int) -> None:
+    program = sharded(count)
+    (module, step), sizes = (program.modules.unchanged["target"], program.step()), {"B": 1, "b": 1, "M": 2, "N": 2}
+    window, positions = torch.tensor([[5, 6, 7]]), torch.arange(3)[None]
+
+    def state() -> Any:
+        given = allocate(program, sizes, torch.device("cpu"))
+        given["block_table"].copy_(torch.arange(2)[None])
+        given["num_rows"].fill_(3)
+        given["max_length"].fill_(8)
+        return given
+
+    def run(device: int) -> tuple[Tensor, Any]:
+        given = state()
+        shared = [given[name] for name in ("num_rows", "block_table", "max_length")]
+        with torch.no_grad():
+            hidden = OneDevice(module, device, sums, barrier).run(window, positions, *shared, given["target_caches"])
+        return hidden, given["target_caches"]
+
+    sums = {node.name: [None] * count for node in calls(module.graph, ALL_REDUCE)}
+    barrier, together = Barrier(count), state()
+    with torch.no_grad(), ThreadPoolExecutor(count) as threads:
+        results = list(threads.map(run, range(count)))
+        logits = step(window=window, **together)
+        assert all(torch.equal(program.modules.unchanged["lm_head"](hidden), logits) for hidden, _ in results)
+    for index, pool in enumerate(together["target_caches"]):
+        device = index // 2 % count
+        assert torch.equal(results[device][1][index], pool) and pool.any()
+        assert not results[device - 1][1][index].any(), "another device has written nothing there"
+
+
+def drop_sum(target: fx.GraphModule) -> None:
+    node = next(calls(target.graph, ALL_REDUCE))
+    node.replace_all_uses_with(node.args[0][0])  # type: ignore[index,arg-type]
+    target.graph.erase_node(node)
+
+
+def same_part_twice(target: fx.GraphModule) -> None:
+    node = next(calls(target.graph, ALL_REDUCE))
+    node.args = ([node.args[0][0]] * 2,)  # type: ignore[index]
+
+
+def other_heads(name: str) -> Callable[[fx.GraphModule], None]:
+    """Give devices each other's part of a weight."""
+
+    def plant(target: fx.GraphModule) -> None:
+        nodes = [
+            n for n in target.graph.find_nodes(op="get_attr") if name in str(n.target) and "layers.1" in str(n.target)
+        ]
+        first, second = (get_attribute(target, str(node.target)) for node in nodes)
+        for node, tensor in zip(nodes, (second, first), strict=True):
+            parent, _, leaf = str(node.target).rpartition(".")
+            setattr(target.get_submodule(parent), leaf, tensor)
+
+    return plant
+
+
+def bias_by_each(target: fx.GraphModule) -> None:
+    """Every device adds the bias of the second layer's last product, behind whose sum it is added once more."""
+    node = [*calls(target.graph, ALL_REDUCE)][-1]
+    (after,) = node.users
+    for part in node.args[0]:  # type: ignore[union-attr]
+        part.args = (*part.args, after.args[1])  # type: ignore[union-attr]
+
+
+FAULTS = {
+    "no all-reduce": ("llama", drop_sum), "one part twice": ("llama", same_part_twice),
+    "query heads": ("llama", other_heads("q_proj")), "key heads": ("llama", other_heads("k_proj")),
+    "columns": ("llama", other_heads("down_proj")), "bias": ("opt", bias_by_each),
+}  # fmt: skip
+
+
+def planted(plant: Callable[[fx.GraphModule], None]) -> type[Shard]:
+    class Planted(Shard):
+        def apply(self, program: Program) -> PassResult:
+            done = super().apply(program)
+            plant(program.modules["target"])
+            program.modules["target"].graph.lint()
+            return done
+
+    return Planted
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, plant = FAULTS[fault]
+    target = first_program(trace(model(architecture)), NoDrafter(4))  # five rows are compared
+    run_passes(target, [Shard(2)], [compare_stages])  # without a fault
+    with pytest.raises(NumericsError, match="shard changed logits"):
+        run_passes(target, [planted(plant)(2)], [compare_stages])
+    monkeypatch.setattr("specgraph.compiler.selfcheck.Shard", planted(plant))
+    with pytest.raises(specgraph.UnsupportedModelError, match="decodes differently"):
+        compiled(model(architecture), "none", parallel=parallel(2), debug={"self_check": True})
+
+
+@pytest.mark.parametrize("plant", [drop_sum, same_part_twice])
+def test_the_verifier_finds_values_that_leave_their_device(plant: Callable[[fx.GraphModule], None]) -> None:
+    stages, _ = run_passes(first_program(trace(model()), NoDrafter()), [planted(plant)(2)])
+    with pytest.raises(VerificationError, match=r"another device|not one of each"):
+        check_devices(stages["shard"])
+
+
+def test_the_verifier_finds_a_device_that_reads_the_cache_of_another() -> None:
+    program = sharded(2)
+    attention = next(calls(program.modules["target"].graph, torch.ops.specgraph.paged_attention.default))
+    other = next(node for node in attention.graph.nodes if node.name == "k_cache_1")
+    other.append(attention)
+    attention.update_arg(3, other)
+    with pytest.raises(VerificationError, match=r"of device 0 reads a value of another device: .*1"):
+        check_devices(program)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor": 0}, "parallel.tensor must be from 1 to 8, got 0"),
+        ({"tensor": 9}, "parallel.tensor must be from 1 to 8, got 9"),
+        ({"tensor": 2, "devices": ["cpu"]}, "names 1 devices, and parallel.tensor asks for 2; give as many"),
+        ({"devices": ["cpu", "cpu"]}, "names 2 devices, and parallel.tensor asks for 1"),
+        ({"tensor": 2, "devices": ["cuda:0", "cuda:1"]}, "not cuda:0: targets cannot be shared by GPUs yet"),
+        ({"tensor": 7}, r"tensor=7 splits nothing of LlamaForCausalLM: .* of 4 heads .* Give a number of devices"),
+    ],
+)
+def test_other_devices_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compiled(model(), "none", parallel=given)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("mixtral", "experts"), ("qwen3_5_text", "recurrent layers"), ("qwen3_next", "experts and recurrent layers")],
+)
+def test_layers_that_are_not_split_yet_are_refused(architecture: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"has {kind}; leave parallel out"):
+        compiled(make_model(architecture), "none", parallel=parallel(2))
+
+
+def test_quantised_weights_are_refused() -> None:
+    packed = specgraph.quantise(make_model("llama"), "int4", group_size=16)
+    with pytest.raises(ConfigError, match="has quantised weights; leave parallel out"):
+        compiled(packed, "none", parallel=parallel(2))
+
+
+def test_kernels_and_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match="with lowering=eager and kernels, which join layers of several devices"):
+        compiled(model(), "none", parallel=parallel(2), lowering={"name": "eager", "kernels": True})
+    config = specgraph.config.load_config({"parallel": {"tensor": 2}})
+    with pytest.raises(ConfigError, match="for a model on cuda:0, and only a model on a CPU can be split yet"):
+        check_parallel(config, torch.device("cuda:0"))
+
+
+def test_the_pass_comes_before_state_and_without_parallel_there_is_none() -> None:
+    stages = [*decoder("llama", "none", 2).stages]
+    assert stages.index("shard") + 1 == stages.index("insert_kv_cache")
+    assert "shard" not in decoder("llama", "none", 1).stages
+    with pytest.raises(PassError, match="put it before insert_kv_cache"):
+        run_passes(first_program(trace(model()), NoDrafter()), [InsertKVCache(4), Shard(2)])
+    order = ["expose_features", "shard", "insert_kv_cache", "insert_draft", "insert_verify"]
+    named = compiled(model(), "none", pipeline={"order": order, "verify": True}, parallel=parallel(2))
+    assert list(named.stages)[1:6] == order
+    assert Shard().skipped == "one device runs the target (parallel.tensor=1)"
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_float32_runs_in_every_lowering_for_a_cpu(lowering: str) -> None:
+    own = make_model("llama")
+    many = compiled(own, "none", parallel=parallel(2), lowering={"name": lowering}, check_numerics=True)
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
