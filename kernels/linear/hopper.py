@@ -1,5 +1,5 @@
-"""``specgraph::linear`` on Hopper, for few rows or of packed weights for any number: when its kernel is used, its tiling,
-and its launch.
+"""``specgraph::linear`` on Hopper, for few rows or of packed weights for any number: when its kernel is used, its
+tiling, and its launch.
 
 It computes ``activation(x @ weight.T * scale + bias) + residual``, and on request the parts of the norm that follows,
 as :mod:`specgraph.kernels.linear.linear` defines them, for rows ``x`` ``[N, I]`` and a weight ``[O, I]`` or

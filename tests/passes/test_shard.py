@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 
 import specgraph
 from specgraph import ConfigError, NumericsError, PassError, SpeculativeDecoder
+from specgraph.bench.models import random_head
 from specgraph.compiler.compile import check_parallel
 from specgraph.compiler.numerics import compare_stages
+from specgraph.config import load_config
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import VerificationError
 from specgraph.frontend.first_program import first_program
@@ -32,8 +34,8 @@ from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.pipeline import run_passes
 from specgraph.passes.shard import ALL_REDUCE, Shard, weights_on
-from tests.decoding import assert_same_tokens, compiled, in_a_stream_and_a_session, reference_greedy
-from tests.models import double_model, make_head, make_model, ragged_prompts
+from tests.decoding import CONFIG, assert_same_tokens, compiled, in_a_stream_and_a_session, reference_greedy
+from tests.models import double_model, make_model, ragged_prompts
 
 PROMPTS = ragged_prompts()
 NEW = 10
@@ -95,12 +97,23 @@ def result(decoder: SpeculativeDecoder) -> PassResult:
     return next(report.result for report in decoder._reports if report.name == "shard")
 
 
-@pytest.mark.parametrize("rule", ["strict", "probabilistic"])
-@pytest.mark.parametrize("kind", ["ngram", "suffix", "draft_model", "eagle3"])
-def test_drafters_run_whole_on_every_device(kind: str, rule: str) -> None:
-    drafts: dict[str, Any] = {"draft_model": double_model("llama", 2), "eagle3": make_head(model())}
-    options: dict[str, Any] = {"draft": drafts.get(kind), "verify": {"rule": rule}}
-    one, many = compiled(model(), kind, 3, **options), compiled(model(), kind, 3, parallel=parallel(2), **options)
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {}, "suffix": {}, "draft_model": {}, "eagle": {}, "eagle3": {}, "eagle3 parallel": {"parallel": True},
+    "medusa": {}, "mtp": {"num_modules": 2, "family": "chained"}, "dflash": {}, "dspark": {},
+}  # fmt: skip
+"""The keys of ``draft``; heads are random."""
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafters_run_whole_on_every_device(name: str) -> None:
+    draft = {"kind": name.split(maxsplit=1)[0], "num_speculative_tokens": 3, **DRAFTERS[name]}
+    options = load_config({"draft": draft}).draft
+    head = double_model("llama", 2) if name == "draft_model" else random_head(model(), options)
+    rule = ("strict", "probabilistic")[[*DRAFTERS].index(name) % 2]
+    one, many = (
+        specgraph.compile_speculative(model(), {**CONFIG, "draft": draft, "verify": {"rule": rule}, **more}, draft=head)
+        for more in ({}, {"parallel": parallel(2)})
+    )
     for drawn in ({}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
         a, b = (each.generate(PROMPTS, max_new_tokens=NEW, **drawn) for each in (one, many))
         assert_same_tokens(model(), PROMPTS, b.new_tokens, a.new_tokens)
