@@ -60,9 +60,8 @@ def _request(given, sizes):
             stage = turn % STAGES
             mbarrier.wait(free.index(stage), ((turn // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
-            tma.async_copy_global_to_shared(
-                x, [first_n, block * BLOCK_K], full.index(stage), x_ring.index(stage)
-            )
+            # ---- load: x [BLOCK_N, BLOCK_K], and one or two tiles of the weight [TILE_O, BLOCK_K]
+            tma.async_copy_global_to_shared(x, [first_n, block * BLOCK_K], full.index(stage), x_ring.index(stage))
             for half in gl.static_range(TILES):
                 tma.async_copy_global_to_shared(
                     weight, [tile_o * TILE_O + half * out_features, block * BLOCK_K], full.index(stage),
@@ -85,6 +84,7 @@ def _multiply_slice(
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
         a = x_ring.index(stage)
+        # ---- x weight^T: [BLOCK_N, TILE_O]
         first = warpgroup_mma(a, ring.index(stage * TILES).permute((1, 0)), first, is_async=True)
         if TILES == 2:
             second = warpgroup_mma(a, ring.index(stage * TILES + 1).permute((1, 0)), second, is_async=True)
@@ -136,6 +136,7 @@ def _finish(y, second, out, staging, epilogue, out_features, first_n, first_o, A
     scale = None
     if scale_ptr is not None:
         scale = gl.load(scale_ptr + n)
+    # ---- activation(y scale + bias) [times up] + residual: [BLOCK_N, WIDTH]
     weight_rows = out_features if second is None else 2 * out_features
     y = _activate(_scaled(y, scale, bias_ptr, o, weight_rows), ACTIVATION)
     if second is not None:
@@ -168,6 +169,7 @@ def _multiply(given, sizes):
     tiles_n, tiles_o = gl.cdiv(rows, BLOCK_N), gl.cdiv(out_features, TILE_O)
     turn = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles_n * tiles_o, gl.num_programs(0)):
+        # ---- the sums of all slices, [BLOCK_N, TILE_O], added in their order
         y = gl.zeros([BLOCK_N, TILE_O], gl.float32, layout)
         second = y
         for _ in range(SLICES):
