@@ -28,6 +28,7 @@ from specgraph.kernels import launch
 from specgraph.kernels.attention.attention import PAGED_ATTENTION
 from specgraph.kernels.linear.experts import EXPERT_LINEAR
 from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
+from specgraph.kernels.ops import Op
 from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR
 from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PACKED_LINEAR_NORM
@@ -89,17 +90,20 @@ def lines(products: list[str], rows: list[int], formats: list[str]) -> Iterator[
             found.clear()
 
 
+def _chosen(op: Op, *given: Any, tuning: dict[str, Any] | None = None, **options: Any) -> None:
+    """Call the variant of an op that it would choose on a GPU."""
+    op.form(op.choose("cuda", op.arguments(*given, **options)).name, **(tuning or {}))(*given, **options)
+
+
 def _launch(form: str, outputs: int, inputs: int, activation: str, rows: int, *, norm: bool) -> None:
     """What a GPU would launch for a product. Nothing is: it is compiled."""
     x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
     dense = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
     weight: Any = dense if form == DENSE else list(FORMATS[form].quantise(dense))
-    few = rows <= 64 and (form == DENSE or form.endswith("_arranged"))
-    variant = "hopper" if few else "hopper_wide" if form == DENSE and rows > 256 else "triton"
-    ops = (LINEAR, LINEAR_NORM) if form == DENSE else (PACKED_LINEAR, PACKED_LINEAR_NORM)
-    options: dict[str, Any] = {} if form == DENSE else {"format": form}
+    op = ((LINEAR, LINEAR_NORM) if form == DENSE else (PACKED_LINEAR, PACKED_LINEAR_NORM))[norm]
+    options = {"activation": activation} | ({} if form == DENSE else {"format": form})
     behind = (torch.ones(outputs, dtype=torch.bfloat16), None, torch.zeros(rows, outputs, dtype=torch.bfloat16))
-    ops[norm].form(variant, pdl=True)(x, weight, *(behind if norm else ()), activation=activation, **options)
+    _chosen(op, x, weight, *(behind if norm else ()), tuning={"pdl": True}, **options)
 
 
 def _launch_experts(form: str, outputs: int, inputs: int, rows: int) -> None:
@@ -111,8 +115,7 @@ def _launch_experts(form: str, outputs: int, inputs: int, rows: int) -> None:
         EXPERT_LINEAR.form("triton")(x, one.expand(count, -1, -1), None, ids)
         return
     stack = [part.repeat(count, 1, 1) for part in FORMATS[form].quantise(one)]
-    variant = "hopper" if form.endswith("_arranged") and rows * CHOSEN <= 32 else "triton"
-    PACKED_EXPERT_LINEAR.form(variant)(x, stack, None, ids, format=form)
+    _chosen(PACKED_EXPERT_LINEAR, x, stack, None, ids, format=form)
 
 
 def _launch_attention(rows: int) -> None:

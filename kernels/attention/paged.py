@@ -52,7 +52,7 @@ NUM_WARPS = 4
 PREFILL_PAIRS = 64
 """(Query, head) pairs in a tile of the kernel for many queries: as many as a matrix instruction takes on the left."""
 HOPPER_PAIRS = 128
-"""The same of the Gluon kernel for many queries, which has two groups of warps with so many as that each."""
+"""The same of the Gluon kernel for many queries: two groups of warps take one matrix instruction's pairs each."""
 LANES = 128
 """With ``cu_seqlens``, kernels look at so many sequences at a time to find that of a tile, or at all if there are more.
 It is the same for most calls, since each number is a kernel of its own."""

@@ -111,7 +111,7 @@ def _wide_packed_ring(rows: int, out_features: int, slices: int, gated: bool, fo
     block_n = 128 if wide else 64
     if slices != 2:
         return Ring(block_n, False, 2 if wide or gated else 3, 1, registers=128)
-    stages = 2 if wide else 4 if four_bits and not gated else 3 if four_bits or not gated else 2
+    stages = 2 if wide else 2 + four_bits + (not gated)
     return Ring(block_n, False, stages, 1, 2, 168)
 
 
@@ -167,7 +167,7 @@ def takes_words(x: Tensor, scales: Scales) -> bool:
 
 
 def covers_packed(x: Tensor, words: Tensor, scales: Scales, gated: bool, scaled: bool) -> bool:
-    """Whether :func:`launch` can compute a product with words and scales, and larger tiles are not better."""
+    """Whether :func:`launch` can compute a product with words and scales."""
     inner = x.shape[-1]
     rows = x.numel() // inner
     if not takes_words(x, scales):

@@ -1,4 +1,5 @@
-"""The Gluon kernel of ``specgraph::linear`` for few rows on Hopper; :mod:`specgraph.kernels.linear.hopper` launches it.
+"""The Gluon kernel of ``specgraph::linear`` on Hopper for few rows, and for arranged words;
+:mod:`specgraph.kernels.linear.hopper` launches it.
 
 With few rows the time of a product is the time that its weights take to arrive. Between two launches no weights arrive:
 the last programs of one launch merge, store and exit, and the first programs of the next launch wait for them before

@@ -179,16 +179,18 @@ def hopper(kernels: str = "hopper") -> ModuleType:
 
 def _hopper_covers(given: Linear | LinearNorm) -> bool:
     """Few rows of 16-bit values: what its kernel was written for, and gives the bits of the tiles."""
-    if not runs_gluon(given.x.device) or given.x.numel() == 0:
-        return False
-    return hopper().covers(given.x, given.weight, is_gated(given.activation), given.sum_sq is not None)
+    gated, scaled = is_gated(given.activation), given.sum_sq is not None
+    return _runs_here(given) and hopper().covers(given.x, given.weight, gated, scaled)
 
 
 def _wide_covers(given: Linear | LinearNorm) -> bool:
     """Many rows of 16-bit values, in the same way."""
-    if not runs_gluon(given.x.device) or given.x.numel() == 0:
-        return False
-    return hopper("hopper_wide").covers(given.x, given.weight, is_gated(given.activation))
+    return _runs_here(given) and hopper("hopper_wide").covers(given.x, given.weight, is_gated(given.activation))
+
+
+def _runs_here(given: Linear | LinearNorm) -> bool:
+    """Whether there are rows, and kernels for Hopper can be imported for their device."""
+    return runs_gluon(given.x.device) and given.x.numel() > 0
 
 
 def filled(
@@ -225,16 +227,14 @@ def linear_triton(given: Linear | LinearNorm, *, tiling: Tiles | None = None, pd
     return filled(given, functools.partial(launch_tiles, tiling=tiling), pdl)
 
 
-def linear_hopper(given: Linear | LinearNorm, *, pdl: bool | None = None) -> Any:
-    """The same by the kernel for few rows on Hopper, which gives the bits of :func:`linear_triton`."""
+def linear_hopper(given: Linear | LinearNorm, *, kernels: str = "hopper", pdl: bool | None = None) -> Any:
+    """The same by a kernel for Hopper, which gives the bits of :func:`linear_triton`: that for few rows, or that of
+    ``hopper_wide`` for many."""
     _check_dtype(given)
-    return filled(given, hopper().launch, pdl)
+    return filled(given, hopper(kernels).launch, pdl)
 
 
-def linear_hopper_wide(given: Linear | LinearNorm, *, pdl: bool | None = None) -> Any:
-    """The same by the kernel for many rows on Hopper."""
-    _check_dtype(given)
-    return filled(given, hopper("hopper_wide").launch, pdl)
+linear_hopper_wide = functools.partial(linear_hopper, kernels="hopper_wide")
 
 
 def norm_parts_triton(given: NormParts, *, pdl: bool | None = None) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,7 @@ def packed_linear_triton(
 
 
 def packed_linear_hopper(given: PackedLinear | PackedLinearNorm, *, pdl: bool | None = None) -> Any:
-    """The same by the kernel for few rows on Hopper, which gives the bits of :func:`packed_linear_triton`."""
+    """The same by a kernel for Hopper, which gives the bits of :func:`packed_linear_triton`."""
     operands = packed_operands(format_of(given.format), given.x, given.weight)
     assert operands is not None, "_hopper_covers has seen them"
     x, words, scales = operands
@@ -150,7 +150,7 @@ def packed_linear_hopper(given: PackedLinear | PackedLinearNorm, *, pdl: bool | 
 
 
 def _hopper_covers(given: PackedLinear | PackedLinearNorm) -> bool:
-    """Few rows of 16-bit values, and arranged words."""
+    """Rows of 16-bit values, and arranged words that fit a multiprocessor."""
     x, form = given.x, format_of(given.format)
     if not isinstance(form, Arranged) or x.numel() == 0 or x.dtype.itemsize != 2 or not runs_gluon(x.device):
         return False

@@ -15,7 +15,7 @@ from specgraph.kernels.packed.linear import PACKED_LINEAR, PackedLinear
 from specgraph.kernels.packed.operands import packed_words
 
 HOPPER, TRITON, CPU, WHOLE = WAYS = ("hopper", "triton", "cpu", "whole")
-"""Numbers are expanded in registers, few rows by kernels for Hopper; the same by Triton, or by a function in C++; the
+"""Numbers are expanded in registers, by kernels for Hopper; the same by Triton, or by a function in C++; the
 whole weight is made in float32 for each product."""
 _SIZE = 256
 """The outputs and the inputs of the example, which all formats can store."""

@@ -302,7 +302,7 @@ def what_runs() -> Iterator[Finding]:
 
 
 _WAYS = {
-    "hopper": "numbers expanded in registers, in kernels for Hopper where rows are few",
+    "hopper": "numbers expanded in registers, in kernels for Hopper",
     "triton": "numbers expanded in registers, in Triton kernels",
     "cpu": "numbers expanded in registers, in C++ compiled for this CPU",
     "whole": "the weight made in float32 for each product",
