@@ -51,8 +51,8 @@ NO_REGION = "no layer behind it takes its outputs by parts, and its inputs are w
 
 @dataclass(frozen=True)
 class Shard(Pass, requires={"traced", "target_only"}, exact=False):
-    """Options: ``tensor``, the number of devices; ``rank``, of which of them the graph is to be, and ``device``, where that
-    one is; None leaves the graph of all devices.
+    """Options: ``tensor``, the number of devices; ``rank``, of which of them the graph is to be, and ``device``, where
+    that one is; None leaves the graph of all devices.
     """
 
     tensor: int = 1

@@ -75,8 +75,8 @@ class _Move:
 
     def _drafter(self, drafter: BoundDrafter) -> BoundDrafter:
         models = {name: replace(info, device=self._device) for name, info in drafter.models.items()}
-        values: dict[str, Any] = {field.name: getattr(drafter, field.name) for field in fields(drafter)}
-        tensors = {name: self.tensor(value) for name, value in values.items() if isinstance(value, Tensor)}
+        values = {field.name: getattr(drafter, field.name) for field in fields(drafter)}
+        tensors: dict[str, Any] = {n: self.tensor(value) for n, value in values.items() if isinstance(value, Tensor)}
         mask = drafter.mask
         if mask is not None and mask.hidden is not None:
             mask = Mask(mask.token_id, self.tensor(mask.hidden))
@@ -87,7 +87,7 @@ class _Move:
         given: Any = node.args, node.kwargs
         if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
             moved = fx.node.map_aggregate(given, lambda arg: self._device if isinstance(arg, torch.device) else arg)
-            node.args, node.kwargs = moved  # type: ignore[assignment,misc]
+            node.args, node.kwargs = moved
         node.meta.pop(LAYOUT, None)
         if "val" in node.meta:
             node.meta["val"] = fx.node.map_aggregate(node.meta["val"], self._value)

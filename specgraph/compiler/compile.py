@@ -125,20 +125,20 @@ def compile_speculative(
         progress.advance(1, "passes")
         callbacks = _callbacks(config, progress)
         first = first_program(target, made.drafter)
-        made_for = []
+        of_ranks = []
         for rank, gpu in enumerate(gpus or [model.device]):
             with current(gpu):
-                made_for.append(_all_stages(first, passes_of(rank, gpu, passes) if gpus else passes, callbacks))
-        (stages, reports), *others = made_for
+                of_ranks.append(_all_stages(first, passes_of(rank, gpu, passes) if gpus else passes, callbacks))
+        (stages, reports), *beside = of_ranks
         if config.debug.self_check and made.model is None:
             # The program of one of several GPUs does not run alone, that of all of them does.
             until = next(place for place, own in enumerate(passes, 1) if isinstance(own, InsertDraft))
             check_drafts((run_passes(first, passes[:until])[0] if gpus else stages)[InsertDraft.name])
     # Variants of the step leave options out that the example of the comparison has, and progress is at its end.
     watching = [callback for callback in callbacks[1:] if callback is not compare_stages]
-    last = [each[IndexRows.name] for each, _ in made_for]
+    last = [each[IndexRows.name] for each, _ in of_ranks]
     guard = ModelGuard(_given(given, draft), stages["trace"], last)
-    decoder = SpeculativeDecoder(stages, reports, config, given, limits, guard, notes, watching, others)
+    decoder = SpeculativeDecoder(stages, reports, config, given, limits, guard, notes, watching, beside)
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
     return decoder
@@ -199,20 +199,26 @@ def shared_gpus(config: Config, device: torch.device) -> list[torch.device]:
     """The GPUs that share the target, its own first; none if it runs on one device, or on devices of a CPU.
 
     Raises:
-        ConfigError: one of them does not exist, or the model is not on the first.
+        ConfigError: one of them does not exist or cannot reach another one, or the model is not on the first.
     """
     count, names = config.parallel.tensor, config.parallel.devices
     if count == 1 or device.type == "cpu":
         return []
     there = torch.cuda.device_count()
-    following = [index for index in range(there) if index != device.index]
-    gpus = [torch.device(n) for n in names] if names else [device, *(torch.device("cuda", n) for n in following)][:count]
+    following = [torch.device("cuda", index) for index in range(there) if index != device.index]
+    gpus = [torch.device(name) for name in names] if names else [device, *following][:count]
     if len(gpus) < count or any(gpu.index >= there for gpu in gpus):
         raise ConfigError(
             f"parallel.tensor={count} asks for {names or count} GPUs, and there are {there}; give as many as there are."
         )
     if gpus[0] != device:
         raise ConfigError(f"parallel.devices begins with {gpus[0]}, and the model is on {device}; move it there.")
+    for a, b in itertools.permutations(gpus, 2):
+        if not torch.cuda.can_device_access_peer(a, b):
+            raise ConfigError(
+                f"{a} cannot reach the memory of {b}, which parallel.tensor={count} needs; give parallel.devices GPUs "
+                "that can, as `nvidia-smi topo -p2p r` shows them, or leave parallel out."
+            )
     return gpus
 
 

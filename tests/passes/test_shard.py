@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,8 @@ from transformers import PreTrainedModel
 import specgraph
 from specgraph import ConfigError, NumericsError, PassError, SpeculativeDecoder
 from specgraph.bench.models import random_head
-from specgraph.compiler.compile import check_parallel
+from specgraph.compiler.build_passes import build_passes
+from specgraph.compiler.compile import check_parallel, passes_of
 from specgraph.compiler.numerics import compare_stages
 from specgraph.config import load_config
 from specgraph.drafters.none import NoDrafter
@@ -26,12 +29,14 @@ from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import DEVICE, calls, get_attribute
 from specgraph.ir.program import Program
+from specgraph.ir.shapes import called
 from specgraph.ir.state import allocate
 from specgraph.ir.verifier import check_devices, verify_program
 from specgraph.kernels.peers import ThreadGroup, exchanging
 from specgraph.passes.base import PassResult
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.pipeline import run_passes
 from specgraph.passes.shard import ALL_REDUCE, Shard, weights_on
 from tests.decoding import CONFIG, assert_same_tokens, compiled, in_a_stream_and_a_session, reference_greedy
@@ -266,6 +271,39 @@ def test_each_device_can_run_the_graph_of_its_own(count: int) -> None:
         assert torch.equal(results[device][1][2 * layer + index % 2], pool) and pool.any()
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -> None:
+    config = load_config({"lowering": {"name": "gpu", "cuda_graph": False}, "draft": {"kind": "none"}})
+    passes = build_passes(config)
+    passes.insert(1, Shard(2))
+    target, group, cpu = trace(make_model(architecture, seed=1)), ThreadGroup(2), torch.device("cpu")
+    first = first_program(target, NoDrafter())
+
+    def run(rank: int | None) -> Tensor:
+        program = ranks[rank]
+        given = allocate(program, {"B": 1, "b": 1, "M": 1, "N": 1, "S": 8, "E": 1}, cpu)
+        given["num_rows"].fill_(3)
+        given["max_length"].fill_(8)
+        logits = program.one("logits")
+        program.set_output(logits)
+        with torch.no_grad(), exchanging(group) if rank is not None else contextlib.nullcontext():
+            return program.step()(window=torch.tensor([[5, 6, 7]]), **given)
+
+    plain = [own for own in build_passes(config) if not isinstance(own, LowerKernels)]
+    ranks: dict[int | None, Program] = {None: [*run_passes(first, plain)[0].values()][-1]}
+    for rank in range(2):
+        ranks[rank] = [*run_passes(first, passes_of(rank, cpu, passes))[0].values()][-1]
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(run, range(2)))
+    torch.testing.assert_close(results[0], run(None), rtol=1e-4, atol=1e-5)
+    assert torch.equal(*results)
+    ops = Counter(called(node) for node in ranks[0].modules.unchanged["target"].graph.nodes)
+    layers = target.info.num_layers
+    # gemma norms what a layer gives before it adds it, so there is nothing to take in.
+    taken = ("all_reduce_rank_norm", "all_reduce_rank")[architecture == "gemma2"]
+    assert sum(count for name, count in ops.items() if name.endswith(f"{taken}.default")) >= 2 * layers - 1, ops
+
+
 def test_the_graph_of_one_device_does_not_run_alone() -> None:
     own, given = sharded(2, rank=1), {"window": torch.tensor([[5, 6, 7]])}
     state = allocate(own, {"B": 1, "b": 1, "M": 2, "N": 2}, torch.device("cpu"))
@@ -404,7 +442,7 @@ def test_kernels_and_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="with lowering=eager and kernels, which join layers of several devices"):
         compiled(model(), "none", parallel=parallel(2), lowering={"name": "eager", "kernels": True})
     config = specgraph.config.load_config({"parallel": {"tensor": 2}})
-    with pytest.raises(ConfigError, match="for a model on cuda:0, and only a model on a CPU can be split yet"):
+    with pytest.raises(ConfigError, match="for GPUs without CUDA graphs"):
         check_parallel(config, torch.device("cuda:0"))
 
 

@@ -151,7 +151,7 @@ class Engine:
             )
         if request.host and not self._runner.pauses:
             raise InputError(
-                "A sequence asks for what the host computes in every step (a logits processor, a structure, or scores), "
+                "A sequence asks for what the host computes in every step (a logits processor, a structure, scores), "
                 "which a target on several GPUs does not know yet; leave it out, or compile without parallel."
             )
         missing = sorted(request.processing.state.keys() - self._runner.state.keys())

@@ -27,7 +27,7 @@ class RanksRunner(GraphRunner):
     pauses = False
 
     def __init__(self, space: Workspace, steps: Sequence[Callable[[Mode], StepModule]]) -> None:
-        """``space`` is the first GPU's and has those of the others; ``steps`` give the variants of the others' steps."""
+        """``space`` is the first GPU's and has those of the others, whose steps come from ``steps``, by mode."""
         super().__init__(space)
         self._others = [GraphRunner(other) for other in space.others]
         self._steps = steps
