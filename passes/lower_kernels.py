@@ -54,6 +54,8 @@ from specgraph.passes.common.patterns import (
 )
 from specgraph.passes.common.reductions import ONE_LAUNCH, ORDERED, lower_reductions
 
+ALL_REDUCE_RANK = torch.ops.specgraph.all_reduce_rank.default
+ALL_REDUCE_RANK_NORM = torch.ops.specgraph.all_reduce_rank_norm.default
 CONCAT = torch.ops.specgraph.concat.default
 EMBEDDING = torch.ops.specgraph.embedding.default
 NORM_PARTS = torch.ops.specgraph.norm_parts.default
@@ -109,7 +111,7 @@ class LowerKernels(LoweringPass, requires={"kv_cache", "traced"}, invalidates={"
             _turn_weights(module)
             _turn_products(module.graph)
             misses += _lower_linears(name, module.graph, chosen)
-            for lower in (_pair_norms, _join_norms, gate_norms, group_norms, _lower_copies):
+            for lower in (_lower_sums, _pair_norms, _join_norms, gate_norms, group_norms, _lower_copies):
                 lower(module.graph, chosen)
             lower_reductions(module.graph, ORDERED if bitwise else ONE_LAUNCH, chosen)
             for node in _row_dependent(module.graph):
@@ -229,21 +231,35 @@ def _norm_parts(norm: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _join_norms(graph: fx.Graph, chosen: Counter[str]) -> None:
-    """Let a linear compute the parts of the norm that reads its output, wherever a linear produces that input."""
+    """Let a linear, or a sum over devices, compute the parts of the norm that reads its output."""
     for parts in list(calls(graph, NORM_PARTS)):
         x, weight = (arguments(parts)[name] for name in ("x", "norm_weight"))
         linear = describe(x)
-        if linear is None or linear.node.target is not linear.scheme.lowered or linear.scheme.with_norm is None:
+        if producer(x, ALL_REDUCE_RANK) is not None:
+            part, *residual = x.args
+            with_norm, given = ALL_REDUCE_RANK_NORM, (part, insert_weight(x, weight), *residual)
+        elif linear is not None and linear.node.target is linear.scheme.lowered and linear.scheme.with_norm is not None:
+            behind = (linear.bias, linear.epilogue["residual"], linear.epilogue["sum_sq"])
+            given = (linear.x, *linear.scheme.operands(linear.weight), insert_weight(x, weight), *behind)
+            with_norm = linear.scheme.with_norm
+        else:
             chosen["norm apart"] += 1
             continue
-        behind = (linear.bias, linear.epilogue["residual"], linear.epilogue["sum_sq"])
-        given = (linear.x, *linear.scheme.operands(linear.weight), insert_weight(x, weight), *behind)
-        joined = insert(x, linear.scheme.with_norm, given, {**x.kwargs, **parts.kwargs}, "linear_norm")
+        joined = insert(x, with_norm, given, {**x.kwargs, **parts.kwargs}, f"{x.name}_norm")
         out, weighted, sum_sq = items(x, joined, 3)
         replace(x, out)
         for user in list(parts.users):
             replace(user, sum_sq if user.args[1] else weighted)
-        chosen["norm joined to the linear before"] += 1
+        chosen[f"norm joined to the {'linear' if linear else 'sum'} before"] += 1
+
+
+def _lower_sums(graph: fx.Graph, chosen: Counter[str]) -> None:
+    """Let a sum over devices take in the residual that is added to it."""
+    for node in list(calls(graph, ALL_REDUCE_RANK)):
+        joined = _Joined(node, node.args[0])
+        if _take_residual(joined) is not None:
+            replace_by(joined.end, ALL_REDUCE_RANK, (joined.x, joined.residual), node.kwargs, "all_reduce")
+            chosen["all_reduce + residual"] += 1
 
 
 def _take_activation(linear: _Joined) -> str | None:

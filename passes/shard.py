@@ -8,6 +8,9 @@ with its rows of the weights (:mod:`specgraph.passes.common.device_parts`). What
 device: norms, the hidden states between layers, the vocabulary, and drafters. So there is one graph for all devices, in
 which their nodes stand side by side. ``meta["device"]`` says which nodes are of one device alone, and devices wait for
 each other at an ``all_reduce`` and nowhere else.
+
+Devices of a CPU run that graph. For GPUs the pass then runs once for each of them, and leaves what this one runs
+(:mod:`specgraph.passes.common.one_rank`), so that everything behind it, a CUDA graph included, is the GPU's own.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from specgraph.passes.common.device_parts import (
     product_of,
     products_behind,
 )
+from specgraph.passes.common.one_rank import keep_rank
 from specgraph.passes.common.patterns import Mismatch, aten, insert, replace
 
 ALL_REDUCE = torch.ops.specgraph.all_reduce.default
@@ -47,9 +51,13 @@ NO_REGION = "no layer behind it takes its outputs by parts, and its inputs are w
 
 @dataclass(frozen=True)
 class Shard(Pass, requires={"traced", "target_only"}, exact=False):
-    """Options: ``tensor``, the number of devices."""
+    """Options: ``tensor``, the number of devices; ``rank``, of which of them the graph is to be, and ``device``, where
+    that one is; None leaves the graph of all devices.
+    """
 
     tensor: int = 1
+    rank: int | None = None
+    device: torch.device | None = None
 
     @property
     def skipped(self) -> str | None:
@@ -76,12 +84,16 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
             )
         remove_dead_code(target)
         program.modules["target"] = new_module(target, target.graph, "target")
-        caches = sum(1 for _ in calls(target.graph, ATTENTION))
-        program.target = with_fields(program.target, num_caches=caches)
         alike = Counter(re.sub(r"\.\d+\.", ".*.", line) for line in splits)
         notes = [f"{count} x {line}" for line, count in alike.items()]
         notes += [_describe(program, device) for device in range(self.tensor)]
-        return PassResult(len(splits), near_misses=tuple(_misses(program, reasons)), notes=tuple(notes))
+        misses = tuple(_misses(program, reasons))
+        if self.rank is not None:
+            notes += [f"this is the graph of device {self.rank}, {self.device}"]
+            keep_rank(program, self.rank, self.tensor, self.device or program.target.device)
+        caches = sum(1 for _ in calls(program.modules.unchanged["target"].graph, ATTENTION))
+        program.target = with_fields(program.target, num_caches=caches)
+        return PassResult(len(splits), near_misses=misses, notes=tuple(notes))
 
 
 def weights_on(program: Program, device: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -283,14 +283,15 @@ def linear_fake(given: Linear | LinearNorm) -> Tensor:
     return x.new_empty(shape)
 
 
-def _norm_parts_fake(given: NormParts) -> tuple[Tensor, Tensor]:
+def norm_parts_fake(given: NormParts) -> tuple[Tensor, Tensor]:
+    """Empty results of :class:`NormParts`, whose arguments are checked."""
     check_shapes(given, x="... I", norm_weight="I")
     return _empty_parts(given.x)
 
 
 def linear_norm_fake(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
     out = linear_fake(given)
-    return (out, *_norm_parts_fake(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
+    return (out, *norm_parts_fake(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
 HOPPER = (
@@ -306,6 +307,6 @@ LINEAR_NORM = declare(
     (*HOPPER, *triton_or_reference(linear_triton, linear_norm_reference, covers=not_float64("x"))),
 )
 NORM_PARTS = declare(
-    "norm_parts", NormParts, _norm_parts_fake,
+    "norm_parts", NormParts, norm_parts_fake,
     triton_or_reference(norm_parts_triton, norm_parts_reference, covers=not_float64("x")),
 )

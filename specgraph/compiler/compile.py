@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,9 +29,11 @@ from specgraph.ir.compiling import start_compiler
 from specgraph.ir.linear import packed_tensors
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
+from specgraph.passes.base import Pass
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_recurrent_state import recurrent_ops
-from specgraph.passes.pipeline import Callback, run_passes
+from specgraph.passes.pipeline import Callback, StageReport, run_passes
+from specgraph.passes.shard import Shard
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.execution.plain_mode import current
@@ -85,6 +89,7 @@ def compile_speculative(
         )
     config = settle_lowering(config, model.device, model.dtype)
     check_parallel(config, model.device)
+    gpus = shared_gpus(config, model.device)
     read_generation_config(model)  # so that what cannot be honoured is refused before anything takes long
     passes = build_passes(config, model.device)
     if config.debug.dump_dir is not None:
@@ -119,19 +124,34 @@ def compile_speculative(
                 check_draft(made.drafter)
         progress.advance(1, "passes")
         callbacks = _callbacks(config, progress)
-        stages, reports = run_passes(first_program(target, made.drafter), passes, callbacks)
-        check_complete(list(stages.values())[-1])
+        first = first_program(target, made.drafter)
+        of_ranks = []
+        for rank, gpu in enumerate(gpus or [model.device]):
+            with current(gpu):
+                of_ranks.append(_all_stages(first, passes_of(rank, gpu, passes) if gpus else passes, callbacks))
+        (stages, reports), *beside = of_ranks
         if config.debug.self_check and made.model is None:
-            check_drafts(stages[InsertDraft.name])
-        indexed, index_reports = run_passes(list(stages.values())[-1], [IndexRows()], callbacks)
-        stages[IndexRows.name] = indexed[IndexRows.name]
+            # The program of one of several GPUs does not run alone, that of all of them does.
+            until = next(place for place, own in enumerate(passes, 1) if isinstance(own, InsertDraft))
+            check_drafts((run_passes(first, passes[:until])[0] if gpus else stages)[InsertDraft.name])
     # Variants of the step leave options out that the example of the comparison has, and progress is at its end.
     watching = [callback for callback in callbacks[1:] if callback is not compare_stages]
-    guard = ModelGuard(_given(given, draft), stages["trace"], indexed[IndexRows.name])
-    decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, given, limits, guard, notes, watching)
+    last = [each[IndexRows.name] for each, _ in of_ranks]
+    guard = ModelGuard(_given(given, draft), stages["trace"], last)
+    decoder = SpeculativeDecoder(stages, reports, config, given, limits, guard, notes, watching, beside)
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
     return decoder
+
+
+def _all_stages(
+    first: Program, passes: Sequence[Pass], callbacks: Sequence[Callback]
+) -> tuple[dict[str, Program], list[StageReport]]:
+    """The program after every pass, the last of which lets a step run some sequences of many; and what passes say."""
+    stages, reports = run_passes(first, passes, callbacks)
+    check_complete(list(stages.values())[-1])
+    indexed, index_reports = run_passes(list(stages.values())[-1], [IndexRows()], callbacks)
+    return {**stages, IndexRows.name: indexed[IndexRows.name]}, [*reports, *index_reports]
 
 
 def check_adaptive(config: Config, drafter: Drafter) -> None:
@@ -152,19 +172,59 @@ def _given(model: PreTrainedModel, draft: DraftLike | None) -> dict[str, nn.Modu
 
 
 def check_parallel(config: Config, device: torch.device) -> None:
-    """Refuse several devices for a target that is not on a CPU, or whose graphs kernels are to rewrite."""
-    if config.parallel.tensor == 1:
+    """Refuse devices of another kind than the model's, and lowerings that do not know several of them."""
+    count, names = config.parallel.tensor, config.parallel.devices
+    if count == 1:
         return
-    if device.type != "cpu":
+    given = f"parallel.tensor={count} was given"
+    if names is not None and any(torch.device(name).type != device.type for name in names):
         raise ConfigError(
-            f"parallel.tensor={config.parallel.tensor} was given for a model on {device}, and only a model on a CPU "
-            "can be split yet; leave parallel out, or move the model to the CPU."
+            f"parallel.devices={names} was given for a model on {device}; move the model to the first of them."
         )
-    if config.lowering.kernels:
+    if device.type == "cpu" and config.lowering.kernels:
         raise ConfigError(
-            f"parallel.tensor={config.parallel.tensor} was given with lowering={config.lowering.name} and kernels, "
-            "which join layers of several devices; give lowering=eager or inductor, without lowering.kernels."
+            f"{given} with lowering={config.lowering.name} and kernels, which join layers of several devices of a CPU; "
+            "give lowering=eager or inductor, without lowering.kernels."
         )
+    if device.type != "cpu" and not config.lowering.cuda_graph:
+        raise ConfigError(
+            f"{given} for GPUs without CUDA graphs, and only graphs of all GPUs are launched together; give "
+            "lowering=gpu, and leave lowering.cuda_graph out."
+        )
+    if device.type != "cpu" and config.check_numerics:
+        raise ConfigError(f"{given} with check_numerics, which runs stages on one GPU; leave one of them out.")
+
+
+def shared_gpus(config: Config, device: torch.device) -> list[torch.device]:
+    """The GPUs that share the target, its own first; none if it runs on one device, or on devices of a CPU.
+
+    Raises:
+        ConfigError: one of them does not exist or cannot reach another one, or the model is not on the first.
+    """
+    count, names = config.parallel.tensor, config.parallel.devices
+    if count == 1 or device.type == "cpu":
+        return []
+    there = torch.cuda.device_count()
+    following = [torch.device("cuda", index) for index in range(there) if index != device.index]
+    gpus = [torch.device(name) for name in names] if names else [device, *following][:count]
+    if len(gpus) < count or any(gpu.index >= there for gpu in gpus):
+        raise ConfigError(
+            f"parallel.tensor={count} asks for {names or count} GPUs, and there are {there}; give as many as there are."
+        )
+    if gpus[0] != device:
+        raise ConfigError(f"parallel.devices begins with {gpus[0]}, and the model is on {device}; move it there.")
+    for a, b in itertools.permutations(gpus, 2):
+        if not torch.cuda.can_device_access_peer(a, b):
+            raise ConfigError(
+                f"{a} cannot reach the memory of {b}, which parallel.tensor={count} needs; give parallel.devices GPUs "
+                "that can, as `nvidia-smi topo -p2p r` shows them, or leave parallel out."
+            )
+    return gpus
+
+
+def passes_of(rank: int, device: torch.device, passes: Sequence[Pass]) -> list[Pass]:
+    """The passes that make the program of one of several GPUs."""
+    return [replace(own, rank=rank, device=device) if isinstance(own, Shard) else own for own in passes]
 
 
 def check_one_device(model: PreTrainedModel) -> None:

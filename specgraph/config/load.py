@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -146,11 +147,11 @@ def _check_parallel(config: Config) -> None:
         raise ConfigError(
             f"parallel.devices names {len(devices)} devices, and parallel.tensor asks for {count}; give as many."
         )
-    others = [name for name in devices or () if name != "cpu"]
-    if others:
+    named = devices or ()
+    if {*named} - {"cpu"} and (len({*named}) < count or not all(re.fullmatch(r"cuda:\d+", name) for name in named)):
         raise ConfigError(
-            f"parallel.devices may name cpu, as often as parallel.tensor says, and not {others[0]}: targets cannot be "
-            "shared by GPUs yet. Leave parallel out to run on one."
+            f"parallel.devices names either GPUs, each once, such as [cuda:0, cuda:1], or cpu as often as "
+            f"parallel.tensor says, and not {', '.join(named)}."
         )
 
 

@@ -81,12 +81,13 @@ class LoweringConfig:
 
 @dataclass
 class ParallelConfig:
-    """Several devices for the target. So far these are devices of a CPU, which take turns."""
+    """Several devices for the target: GPUs of this machine, or devices of a CPU, which take turns."""
 
     tensor: int = 1
     """How many devices share each linear layer and the heads of attention."""
     devices: list[str] | None = None
-    """Their names, such as [cpu, cpu]; null: the target's own, so many times."""
+    """Their names, such as [cuda:0, cuda:1] or [cpu, cpu]; null: the target's own and the GPUs that follow it, or so
+    many devices of a CPU."""
 
 
 @dataclass

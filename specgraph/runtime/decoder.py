@@ -59,6 +59,7 @@ class SpeculativeDecoder:
         stages: the program after every pass, by name; ``trace`` is the first. An unknown name is a ``KeyError`` that
             says which there are. Every kind of request that was met adds
             those of the passes that make its step, such as ``specialise_step`` and ``pack_rows``.
+        ranks: the stages of each GPU, where several share the target; ``stages`` are those of the first.
         config: the configuration it was compiled with.
         model: the target.
     """
@@ -73,6 +74,7 @@ class SpeculativeDecoder:
         guard: ModelGuard,
         notes: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
+        others: Sequence[tuple[Mapping[str, Program], Sequence[StageReport]]] = (),
     ) -> None:
         self.stages = Stages(stages)
         self.config, self.model = config, model
@@ -85,7 +87,14 @@ class SpeculativeDecoder:
         defaults = functools.partial(read_generation_config, model)
         self._reader = RequestParser(defaults, limits, guard, tokenizers, grammars, token_types, draws)
         self._step_cache = StepCache(self._program, self.stages, self._reports, list(callbacks))
-        self._runners = RunnerPool(self._program, config.max_batch_size, config.cache)
+        self.ranks = [self.stages, *(Stages(own) for own, _ in others)]
+        programs = [list(own.values())[-1] for own in self.ranks[1:]]
+        caches = [
+            StepCache(program, own, list(told), list(callbacks))
+            for program, own, (_, told) in zip(programs, self.ranks[1:], others, strict=True)
+        ]
+        steps = [cache.step for cache in caches]
+        self._runners = RunnerPool(self._program, config.max_batch_size, config.cache, others=programs, steps=steps)
         self._engines = EngineFactory(self._program, config, self._runners, self._step_cache.step)
 
     @property
@@ -286,6 +295,8 @@ class SpeculativeDecoder:
         """
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         refuse_others("score", others, f"it takes start, logprobs, {', '.join(sampling)}")
+        if len(self.ranks) > 1:
+            raise InputError("score runs on one GPU, and several share this target; compile it without parallel.")
         requests, starts, pass_ = read_scoring(self._reader, sequences, attention_mask, start, logprobs, **sampling)
         sizes = sizes_for(requests, self.config.max_batch_size, self._runners.block_size)
         overhead, chunk = self._engines.overhead.prompt, self.config.cache.prefill_chunk

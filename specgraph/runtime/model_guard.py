@@ -15,7 +15,7 @@ a model that is asked for its hidden states. They compute nothing and do not cou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -58,11 +58,11 @@ class _State(NamedTuple):
 class ModelGuard:
     """What compiled models consisted of: their modules, and the tensors that were traced."""
 
-    def __init__(self, models: Mapping[str, nn.Module], traced: Program, last: Program) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], traced: Program, last: Sequence[Program]) -> None:
         """``models``: the target, under an empty name, and the draft, by what errors call it.
 
         ``traced`` is the first program, which reads the tensors of the models themselves, and ``last`` the one that
-        runs.
+        runs, or one for each of several GPUs.
         """
         named = [(_join(role, name), own) for role, model in models.items() for name, own in model.named_modules()]
         self._names, self._modules = [name for name, _ in named], [module for _, module in named]
@@ -78,11 +78,11 @@ class ModelGuard:
         self._places: list[dict[str, Any]] = [tensors for _, tensors, _ in held]
         self._keys = [key for *_, key in held]
         self._ids = [*map(id, self._tensors())]
-        self._looks = _describe_layout if last.compiled else _describe
+        self._looks = _describe_layout if last[0].compiled else _describe
         self._described = [*map(self._looks, self._tensors())]
         # A CUDA graph reads memory. Without one, a step reads tensors, and so the memory that they have got since.
-        self._followed = frozenset[int]() if last.captured else frozenset(map(id, _read(last)))
-        memory = {tensor.untyped_storage().data_ptr() for tensor in _read(last)}
+        self._followed = frozenset[int]() if last[0].captured else frozenset(map(id, _read(last[0])))
+        memory = set.intersection(*({tensor.untyped_storage().data_ptr() for tensor in _read(each)} for each in last))
         self._copied = [
             index for index, tensor in enumerate(self._tensors())
             if tensor.untyped_storage().data_ptr() not in memory and not tensor.is_inference()

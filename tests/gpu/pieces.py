@@ -61,7 +61,7 @@ PIECES = (
     # The benchmarks want the card for themselves, and training takes most of its memory.
     Piece("benchmarks", ("bench", "reinforce"), 1),
     # Each of them starts processes of its own. Skipped with fewer than two GPUs.
-    Piece("two cards", ("ray",), 1),
+    Piece("two cards", ("ray", "parallel"), 1),
 )
 COLUMNS = ("piece", "passed", "failed", "skipped", "seconds", "seconds of each file", "card", "versions", "commit")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from transformers import PreTrainedModel
 import specgraph
 from specgraph import ConfigError, NumericsError, PassError, SpeculativeDecoder
 from specgraph.bench.models import random_head
-from specgraph.compiler.compile import check_parallel
+from specgraph.compiler.build_passes import build_passes
+from specgraph.compiler.compile import check_parallel, passes_of
 from specgraph.compiler.numerics import compare_stages
 from specgraph.config import load_config
 from specgraph.drafters.none import NoDrafter
@@ -27,11 +29,14 @@ from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import DEVICE, calls, get_attribute
 from specgraph.ir.program import Program
+from specgraph.ir.shapes import called
 from specgraph.ir.state import allocate
 from specgraph.ir.verifier import check_devices, verify_program
+from specgraph.kernels.peers import ThreadGroup, exchanging
 from specgraph.passes.base import PassResult
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.pipeline import run_passes
 from specgraph.passes.shard import ALL_REDUCE, Shard, weights_on
 from tests.decoding import CONFIG, assert_same_tokens, compiled, in_a_stream_and_a_session, reference_greedy
@@ -66,10 +71,10 @@ def greedy(architecture: str) -> list[Tensor]:
     return reference_greedy(model(architecture), PROMPTS, NEW)
 
 
-def sharded(count: int, **options: Any) -> Program:
-    """The program of a llama with ``count`` devices and page pools, which the verifier has seen."""
+def sharded(count: int, rank: int | None = None, **options: Any) -> Program:
+    """The program of a llama with ``count`` devices, or of one of them, and page pools, which the verifier has seen."""
     target = trace(make_model("llama", dtype=torch.float64, **options))
-    passes = [ExposeFeatures(), Shard(count), InsertKVCache(4)]
+    passes = [ExposeFeatures(), Shard(count, rank), InsertKVCache(4)]
     program = [*run_passes(first_program(target, NoDrafter()), passes)[0].values()][-1]
     verify_program(program)
     return program
@@ -238,53 +243,85 @@ def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
     assert torch.equal(*results)
 
 
-class OneDevice(fx.Interpreter):
-    """Runs what one device runs of a module, in a thread of its own; ``sums`` has what devices give to each sum."""
-
-    def __init__(self, module: fx.GraphModule, device: int, sums: dict[str, list[Any]], barrier: Barrier) -> None:
-        super().__init__(module)
-        self.device, self.sums, self.barrier = device, sums, barrier
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.meta.get(DEVICE, self.device) != self.device:
-            return None
-        if n.target is not ALL_REDUCE:
-            return super().run_node(n)
-        self.sums[n.name][self.device] = self.env[n.args[0][self.device]]  # type: ignore[index]
-        self.barrier.wait(60)
-        return ALL_REDUCE(self.sums[n.name])
-
-
 @pytest.mark.parametrize("count", [2, 4])
-def test_each_device_can_run_by_itself_between_the_sums(count: int) -> None:
-    program = sharded(count)
-    (module, step), sizes = (program.modules.unchanged["target"], program.step()), {"B": 1, "b": 1, "M": 2, "N": 2}
-    window, positions = torch.tensor([[5, 6, 7]]), torch.arange(3)[None]
+def test_each_device_can_run_the_graph_of_its_own(count: int) -> None:
+    """With the bits of the graph of all devices, and with pages for its own key heads."""
+    program, sizes, window = sharded(count), {"B": 1, "b": 1, "M": 2, "N": 2}, torch.tensor([[5, 6, 7]])
 
-    def state() -> Any:
+    def run(program: Program) -> tuple[Tensor, Any]:
         given = allocate(program, sizes, torch.device("cpu"))
         given["block_table"].copy_(torch.arange(2)[None])
         given["num_rows"].fill_(3)
         given["max_length"].fill_(8)
-        return given
-
-    def run(device: int) -> tuple[Tensor, Any]:
-        given = state()
-        shared = [given[name] for name in ("num_rows", "block_table", "max_length")]
         with torch.no_grad():
-            hidden = OneDevice(module, device, sums, barrier).run(window, positions, *shared, given["target_caches"])
-        return hidden, given["target_caches"]
+            return program.step()(window=window, **given), given["target_caches"]
 
-    sums = {node.name: [None] * count for node in calls(module.graph, ALL_REDUCE)}
-    barrier, together = Barrier(count), state()
-    with torch.no_grad(), ThreadPoolExecutor(count) as threads:
-        results = list(threads.map(run, range(count)))
-        logits = step(window=window, **together)
-        assert all(torch.equal(program.modules.unchanged["lm_head"](hidden), logits) for hidden, _ in results)
-    for index, pool in enumerate(together["target_caches"]):
-        device = index // 2 % count
-        assert torch.equal(results[device][1][index], pool) and pool.any()
-        assert not results[device - 1][1][index].any(), "another device has written nothing there"
+    def run_rank(own: Program) -> tuple[Tensor, Any]:
+        assert not any(DEVICE in node.meta for node in own.modules.unchanged["target"].graph.nodes)
+        with exchanging(group):
+            return run(own)
+
+    group, (logits, together) = ThreadGroup(count), run(program)
+    ranks = [sharded(count, rank=rank) for rank in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        results = list(threads.map(run_rank, ranks))
+    assert all(torch.equal(own, logits) for own, _ in results)
+    for index, pool in enumerate(together):
+        layer, device = divmod(index // 2, count)
+        assert torch.equal(results[device][1][2 * layer + index % 2], pool) and pool.any()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -> None:
+    config = load_config({"lowering": {"name": "gpu", "cuda_graph": False}, "draft": {"kind": "none"}})
+    passes = build_passes(config)
+    passes.insert(1, Shard(2))
+    target, group, cpu = trace(make_model(architecture, seed=1)), ThreadGroup(2), torch.device("cpu")
+    first = first_program(target, NoDrafter())
+
+    def run(rank: int | None) -> Tensor:
+        program = ranks[rank]
+        given = allocate(program, {"B": 1, "b": 1, "M": 1, "N": 1, "S": 8, "E": 1}, cpu)
+        given["num_rows"].fill_(3)
+        given["max_length"].fill_(8)
+        logits = program.one("logits")
+        program.set_output(logits)
+        with torch.no_grad(), exchanging(group) if rank is not None else contextlib.nullcontext():
+            return program.step()(window=torch.tensor([[5, 6, 7]]), **given)
+
+    plain = [own for own in build_passes(config) if not isinstance(own, LowerKernels)]
+    ranks: dict[int | None, Program] = {None: [*run_passes(first, plain)[0].values()][-1]}
+    for rank in range(2):
+        ranks[rank] = [*run_passes(first, passes_of(rank, cpu, passes))[0].values()][-1]
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(run, range(2)))
+    torch.testing.assert_close(results[0], run(None), rtol=1e-4, atol=1e-5)
+    assert torch.equal(*results)
+    ops = Counter(called(node) for node in ranks[0].modules.unchanged["target"].graph.nodes)
+    layers = target.info.num_layers
+    # gemma norms what a layer gives before it adds it, so there is nothing to take in.
+    taken = ("all_reduce_rank_norm", "all_reduce_rank")[architecture == "gemma2"]
+    assert sum(count for name, count in ops.items() if name.endswith(f"{taken}.default")) >= 2 * layers - 1, ops
+
+
+def test_the_graph_of_one_device_does_not_run_alone() -> None:
+    own, given = sharded(2, rank=1), {"window": torch.tensor([[5, 6, 7]])}
+    state = allocate(own, {"B": 1, "b": 1, "M": 2, "N": 2}, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="one of several devices runs alone"):
+        own.step()(**given, **state)
+
+
+def test_a_program_that_moves_to_another_device_takes_everything_with_it() -> None:
+    target = trace(make_model("llama", dtype=torch.float64))
+    passes = [ExposeFeatures(), Shard(2, rank=1, device=torch.device("meta")), InsertKVCache(4)]
+    program = [*run_passes(first_program(target, NoDrafter()), passes)[0].values()][-1]
+    verify_program(program)
+    assert program.target.device.type == "meta" and all(tensor.is_meta for tensor in program.tensors())
+    nodes = [node for module in program.modules.unchanged.values() for node in module.graph.nodes]
+    values = [value for node in nodes for value in [node.meta.get("val")] if isinstance(value, Tensor)]
+    made_before = [value for value in values if value.device.type != "meta"]
+    assert values and not made_before
+    assert not any("cpu" in str(node.args) + str(node.kwargs) for node in nodes)
 
 
 def drop_sum(target: fx.GraphModule) -> None:
@@ -375,7 +412,9 @@ def test_the_verifier_finds_a_device_that_reads_the_cache_of_another() -> None:
         ({"tensor": 9}, "parallel.tensor must be from 1 to 8, got 9"),
         ({"tensor": 2, "devices": ["cpu"]}, "names 1 devices, and parallel.tensor asks for 2; give as many"),
         ({"devices": ["cpu", "cpu"]}, "names 2 devices, and parallel.tensor asks for 1"),
-        ({"tensor": 2, "devices": ["cuda:0", "cuda:1"]}, "not cuda:0: targets cannot be shared by GPUs yet"),
+        ({"tensor": 2, "devices": ["cuda:0", "cuda:1"]}, "given for a model on cpu; move the model to the first"),
+        ({"tensor": 2, "devices": ["cuda:0", "cuda:0"]}, "GPUs, each once, .* and not cuda:0, cuda:0"),
+        ({"tensor": 2, "devices": ["cuda:0", "cpu"]}, "and not cuda:0, cpu"),
         ({"tensor": 7}, r"tensor=7 splits nothing of LlamaForCausalLM: .* of 4 heads .* Give a number of devices"),
     ],
 )
@@ -403,7 +442,7 @@ def test_kernels_and_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="with lowering=eager and kernels, which join layers of several devices"):
         compiled(model(), "none", parallel=parallel(2), lowering={"name": "eager", "kernels": True})
     config = specgraph.config.load_config({"parallel": {"tensor": 2}})
-    with pytest.raises(ConfigError, match="for a model on cuda:0, and only a model on a CPU can be split yet"):
+    with pytest.raises(ConfigError, match="for GPUs without CUDA graphs"):
         check_parallel(config, torch.device("cuda:0"))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specgraph.errors import PassError
+from specgraph.kernels.peers import not_waiting
 
 _CAPTURING = threading.Lock()
 """One capture at a time in a process; PyTorch allows no more."""
@@ -48,7 +49,8 @@ class GraphPool:
             # A capture that fails leaves its stream the current one: this puts the right one back.
             with torch.cuda.stream(self._stream):
                 try:
-                    function()
+                    with not_waiting():
+                        function()
                 finally:  # whoever frees what it used must not do so while it runs
                     outside.wait_stream(self._stream)
                 return self._record(function)

@@ -22,7 +22,7 @@ from specgraph.runtime.execution.results import DraftTraceView
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.execution.steps import InFlightStep, Output, Step, not_a_number
 from specgraph.runtime.memory.pages import known_tokens, num_pages
-from specgraph.runtime.memory.state_rows import Admission, stop
+from specgraph.runtime.memory.state_rows import Admission
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prefill import prompt_window
@@ -149,6 +149,11 @@ class Engine:
                 f"A sequence of {request.limit} tokens needs {needed} pages of the KV cache, and there are "
                 f"{most}; ask for fewer tokens, or for a larger pool (cache.pool_tokens)."
             )
+        if request.host and not self._runner.pauses:
+            raise InputError(
+                "A sequence asks for what the host computes in every step (a logits processor, a structure, scores), "
+                "which a target on several GPUs does not know yet; leave it out, or compile without parallel."
+            )
         missing = sorted(request.processing.state.keys() - self._runner.state.keys())
         if missing:
             raise InputError(
@@ -187,8 +192,7 @@ class Engine:
             admissions.append(Admission(row, sequence.request, reserved.pages, prompt.done, reserved.snapshot))
             self._reused_tokens += prompt.done
         del self._free_state_rows[: len(entering)]
-        with self._runner.active():
-            self.memory.admit(admissions)
+        self._runner.admit(admissions)
 
     def _choose_options(self, requests: list[Request], *, fresh: bool) -> None:
         """Let steps have what these requests and, unless they are the first, those beside them make use of."""
@@ -284,8 +288,7 @@ class Engine:
     def _halt(self, sequences: list[ActiveSequence]) -> None:
         """Stop sequences that could go on, on the device, too."""
         if sequences:
-            with self._runner.active():
-                stop(self._runner.state, [s.state_row for s in sequences])
+            self._runner.stop([s.state_row for s in sequences])
         for sequence in sequences:
             self._leave(sequence)
 

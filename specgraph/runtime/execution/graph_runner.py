@@ -37,22 +37,30 @@ class GraphRunner(Runner):
 
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """Replay a graph of the next larger shape."""
+        return self.prompts_ready(chunk, pause)()
+
+    def prompts_ready(self, chunk: Chunk, pause: Pause | None = None) -> Callable[[], Results]:
+        """What :meth:`wide` does once everything is captured that it needs."""
         count, width, rows = chunk.captured_shape(self.space.sizes.rows)
         shape = Shape(self._mode, count, width, rows)
         first, second = self._graphs(shape, GraphRunner._load, pause)
         inputs = padded_inputs(chunk.inputs, count, width)
         first.given.copy_(staged(inputs, first.given.device), non_blocking=True)
-        return self._replay(shape, first, second, pause)
+        return functools.partial(self._replay, shape, first, second, pause)
 
     def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
         """Replay; the results are overwritten by the next replay, so they are sent before it."""
+        return self.decode_ready(rows, pause)()
+
+    def decode_ready(self, rows: Sequence[int], pause: Pause | None = None) -> Callable[[], Results]:
+        """What :meth:`decode` does once everything is captured that it needs."""
         count = entries(len(rows), self.space.sizes.rows)
         shape = Shape(self._mode, count)
         first, second = self._graphs(shape, GraphRunner._lay_out, pause)
         if self._running.get((self._mode, count)) != rows:
             first.given.copy_(self._upload(rows, count))
             self._running[self._mode, count] = list(rows)
-        return self._replay(shape, first, second, pause)
+        return functools.partial(self._replay, shape, first, second, pause)
 
     def _replay(self, shape: Shape, first: Captured, second: Captured | None, pause: Pause | None) -> Results:
         first.replay()

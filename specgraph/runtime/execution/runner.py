@@ -25,7 +25,7 @@ from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
 from specgraph.runtime.memory.state_memory import StateMemory
-from specgraph.runtime.memory.state_rows import uploaded
+from specgraph.runtime.memory.state_rows import Admission, stop, uploaded
 from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
@@ -41,9 +41,11 @@ class Runner:
         state: the tensors that the step reads and writes.
         pages: those of its KV cache.
         lag: how many steps are enqueued before the first is read.
+        pauses: whether the host can take part in a step.
     """
 
     lag = 0
+    pauses = True
 
     def __init__(self, memory: StateMemory, least: int = 1) -> None:
         """``least`` is the smallest number of sequences in a call; inactive ones make up for what is missing."""
@@ -67,6 +69,16 @@ class Runner:
     def _entered(self) -> Iterator[None]:
         with own_counters(self.memory.counters), torch.cuda.stream(self._stream):
             yield
+
+    def admit(self, entering: Sequence[Admission]) -> None:
+        """Begin sequences, each in its row."""
+        with self.active():
+            self.memory.admit(entering)
+
+    def stop(self, rows: Sequence[int]) -> None:
+        """The sequences in ``rows`` are inactive from now on."""
+        with self.active():
+            stop(self.state, rows)
 
     def use(self, mode: Mode, step: StepModule) -> None:
         """Run ``step`` from now on, the variant of ``mode``."""

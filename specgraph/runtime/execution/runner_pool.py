@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +15,12 @@ from torch import Tensor
 
 from specgraph.config import CacheConfig
 from specgraph.ir.program import Program
+from specgraph.kernels.peers import PeerGroup
 from specgraph.passes.insert_recurrent_state import has_recurrent_state
 from specgraph.runtime.execution.cuda_graphs import GraphPool
 from specgraph.runtime.execution.graph_runner import GraphRunner
+from specgraph.runtime.execution.plain_mode import current
+from specgraph.runtime.execution.ranks import RanksRunner
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.execution.workspace import PATIENCE, Workspace, bucket, next_sizes
 from specgraph.runtime.memory.pages import PagePool
@@ -25,6 +28,8 @@ from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.sizing import limited, page_size
 from specgraph.runtime.memory.snapshots import SnapshotPool, boundaries, snapshot_bytes
 from specgraph.runtime.memory.state_memory import StateMemory
+from specgraph.specialise.end_chains import StepModule
+from specgraph.specialise.mode import Mode
 
 
 @dataclass
@@ -33,12 +38,18 @@ class RunnerPool:
 
     One workspace is kept for the next, because with it goes a whole KV cache; sessions side by side have one each. It
     grows with what sessions need, and then everything is captured anew; it shrinks as :func:`next_sizes` says.
+
+    Attributes:
+        others: the programs of other GPUs that share the target.
+        steps: for each of them what gives the variants of its step.
     """
 
     program: Program
     max_batch_size: int
     cache: CacheConfig = field(default_factory=CacheConfig)
     make_pool: Callable[[torch.device], GraphPool] = GraphPool
+    others: Sequence[Program] = ()
+    steps: Sequence[Callable[[Mode], StepModule]] = ()
     idle: Workspace | None = None
     _recent: deque[StateSizes] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -61,7 +72,8 @@ class RunnerPool:
             InputError: there is no memory for a single page.
         """
         if self.program.captured:
-            return GraphRunner(self._workspace(sizes))
+            space = self._workspace(sizes)
+            return RanksRunner(space, self.steps) if self.others else GraphRunner(space)
         sizes = limited(self.program, self._cache, sizes, self.max_batch_size)
         # A size of 1 has code of its own, which would be compiled for the last sequence of a batch.
         least = 2 if self.program.compiled and sizes.rows > 1 else 1
@@ -111,9 +123,15 @@ class RunnerPool:
             self.idle = None
         if space is None or space.sizes != wanted:
             space = None  # freed before the next one is allocated
-            pool = self.make_pool(self.program.target.device)
-            space = Workspace(self.program, wanted, self._pages(wanted), pool)
+            space = self._new_workspace(self.program, wanted, self._pages(wanted))
+            if self.others:
+                space.others = [self._new_workspace(other, wanted, space.pages) for other in self.others]
+                space.group = PeerGroup([program.target.device for program in (self.program, *self.others)])
         return space
+
+    def _new_workspace(self, program: Program, sizes: StateSizes, pages: PagePool) -> Workspace:
+        with current(program.target.device):
+            return Workspace(program, sizes, pages, self.make_pool(program.target.device))
 
     @property
     def _cache(self) -> CacheConfig:

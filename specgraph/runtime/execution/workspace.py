@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from specgraph.ir.program import Program
 from specgraph.kernels.launch import new_counters
+from specgraph.kernels.peers import PeerGroup
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.kernels.step.results import num_columns
 from specgraph.runtime.execution.cuda_graphs import GraphPool
@@ -81,6 +82,8 @@ class Workspace(StateMemory):
         counters: those of its graphs, which keep their address.
         mailbox: where results of its steps go.
         paused: what the first halves of steps that pause have left.
+        others: those of other GPUs that share the target, for the same sequences and pages.
+        group: where these GPUs meet; None if there is one.
     """
 
     def __init__(self, program: Program, sizes: StateSizes, pages: PagePool, pool: GraphPool) -> None:
@@ -93,6 +96,8 @@ class Workspace(StateMemory):
         self._pool = pool
         self._graphs: dict[Shape, Captured] = {}
         self.paused: dict[Shape, PausedValues] = {}
+        self.others: list[Workspace] = []
+        self.group: PeerGroup | None = None
         self._initializers: dict[int, Captured] = {}
         """By the number of sequences that begin."""
         self._weights: dict[int, Tensor] = {}
