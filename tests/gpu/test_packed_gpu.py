@@ -1,4 +1,4 @@
-"""Products of sorted weights in few bits by the kernel for Hopper, for 1 to 1000 rows: the bits of those by Triton."""
+"""Products of sorted weights in few bits by the kernels for Hopper, for 1 to 1000 rows: the bits of those by Triton."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.linear.experts import EXPERT_LINEAR
 from specgraph.kernels.linear.linear import LINEAR, NORM_PARTS
 from specgraph.kernels.ops import Op
+from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR, packed_expert_linear
 from specgraph.kernels.packed.formats import FORMATS
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PACKED_LINEAR_NORM, packed_linear
 from tests.gpu.capture import captured
@@ -144,3 +146,65 @@ def test_a_weight_that_the_graph_writes_is_not_read_ahead(name: str, kind: str) 
             part.copy_(value)
         graph.replay()
         assert torch.equal(out, call()), turn
+
+
+EXPERTS, TOP_K, MOST_TOKENS = 32, 4, 128
+GATE = "(clamp_max(clamp_min(x1, -7.0), 7.0) + 1) * (clamp_max(x0, 7.0) * sigmoid(clamp_max(x0, 7.0) * 1.702))"
+
+
+def stack(name: str, outer: int, inner: int) -> list[Tensor]:
+    """Weights of :data:`EXPERTS` experts that are not alike."""
+    one = packed(name, outer, inner)
+    return [torch.stack([part.roll(expert, 0) for expert in range(EXPERTS)]) for part in one]
+
+
+def chosen_experts(tokens: int, seed: int) -> Tensor:
+    """Ids ``[tokens * TOP_K]``, different ones for a token, except for every fifth."""
+    ids = normal(tokens, EXPERTS, seed=seed).topk(TOP_K).indices
+    ids[::5] = ids[::5, :1]
+    return ids.flatten()
+
+
+@pytest.mark.parametrize("kind", ["plain", "halves", "pairs"])
+@pytest.mark.parametrize("name", ["int4_arranged", "mxfp4_arranged"])
+def test_experts_have_the_bits_of_the_tiles_at_every_number_of_rows(name: str, kind: str) -> None:
+    """With a gate and without one, and with tokens that have chosen an expert twice."""
+    inner = 1440 if name == "mxfp4_arranged" else 1408
+    weight, bias = stack(name, 1000, inner), normal(EXPERTS, 1000, dtype=torch.bfloat16, seed=1)
+    x, ids = (normal(MOST_TOKENS, inner + 16, seed=2) * inner**-0.5).bfloat16()[:, 8:-8], chosen_experts(MOST_TOKENS, 3)
+    gate = {} if kind == "plain" else {"gate": GATE, "pairs": kind == "pairs"}
+    options = {"format": name, "top_k": TOP_K, **gate}
+    whole = PACKED_EXPERT_LINEAR.form("triton")(x, weight, bias, ids, **options)
+    if kind == "plain":
+        expected = PACKED_EXPERT_LINEAR.form("reference")(x.double(), weight, bias.double(), ids, **options)
+        dense = FORMATS[name].dequantise(weight, torch.float64).abs()
+        spread = EXPERT_LINEAR.form("reference")(x.double().abs(), dense, bias.double().abs(), ids, top_k=TOP_K)
+        assert_within(whole, expected, spread * (inner + 4) * 2.0**-24)
+    for tokens in (1, 2, 3, 4, 8, 9, 16, 17, 64, 65, MOST_TOKENS):
+        for of in (slice(0, tokens), slice(MOST_TOKENS - tokens, MOST_TOKENS)):
+            rows = slice(of.start * TOP_K, of.stop * TOP_K)
+            given = PACKED_EXPERT_LINEAR.arguments(x[of], weight, bias, ids[rows], **options)
+            form = PACKED_EXPERT_LINEAR.choose("cuda", given)
+            assert form.name == "hopper"
+            assert torch.equal(form.run(given), whole[rows]), (tokens, of)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_experts_in_a_graph_take_new_ids(tokens: int) -> None:
+    """Two products in turn, as in a layer, whose ids and rows are written just before."""
+    first, second = stack("mxfp4_arranged", 1472, 736), stack("mxfp4_arranged", 736, 736)
+    x, ids = normal(tokens, 736, dtype=torch.bfloat16), chosen_experts(tokens, 0)
+
+    def call(x: Tensor, ids: Tensor) -> Tensor:
+        gated = packed_expert_linear(
+            x, first, None, ids, format="mxfp4_arranged", gate="x0 * sigmoid(x0) * x1", top_k=TOP_K
+        )
+        return packed_expert_linear(gated, second, None, ids, format="mxfp4_arranged")
+
+    call(x, ids)
+    graph, out = captured(lambda: call(x + 0, ids + 0))
+    for seed in range(1, 20):
+        x.copy_(normal(tokens, 736, dtype=torch.bfloat16, seed=seed))
+        ids.copy_(chosen_experts(tokens, seed))
+        graph.replay()
+        assert torch.equal(out, call(x, ids)), seed
