@@ -53,8 +53,8 @@ def _sort_rows_kernel(
     of its first row, and that behind its last. There is one for each expert, or if ``BY_ROW``, which fewer
     rows than experts need, one for each place, which is empty unless an expert's first row lies there.
     """
-    launches.gdc_launch_dependents(PDL)
     launches.gdc_wait(PDL)
+    launches.gdc_launch_dependents(PDL)
     program = tl.program_id(0)
     own = tl.load(expert_ids + program)
     expert = own if BY_ROW else program
@@ -113,9 +113,9 @@ def experts_hopper_kernel(
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * PARTS, BLOCK_N, BLOCK_K], x.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    if PDL:
-        gdc_launch_dependents()
+    if PDL:  # in this order: with few rows, programs that start early cost more than they gain (docs/experiments.md)
         gdc_wait()
+        gdc_launch_dependents()
     row = gl.program_id(0) * _TILE_O
     span = spans_ptr + 3 * gl.program_id(1)
     expert = gl.load(span)
