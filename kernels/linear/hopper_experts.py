@@ -113,7 +113,7 @@ def experts_hopper_kernel(
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * PARTS, BLOCK_N, BLOCK_K], x.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    if PDL:
+    if PDL:  # in this order: with few rows, programs that start early cost more than they gain (docs/experiments.md)
         gdc_wait()
         gdc_launch_dependents()
     row = gl.program_id(0) * _TILE_O

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.launch import runs_gluon
+from specgraph.kernels.launch import dense_rows, runs_gluon
 from specgraph.kernels.linear.linear import (
     Linear,
     LinearNorm,
@@ -67,7 +67,7 @@ class PackedLinear:
         """The same with a dense weight."""
         return Linear(
             self.x, weight, self.bias, self.residual, self.sum_sq, norm_eps=self.norm_eps, activation=self.activation,
-            constant_weight=False,
+            constant_weight=self.constant_weight,
         )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ class PackedLinearNorm:
         """The same with a dense weight."""
         return LinearNorm(
             self.x, weight, self.norm_weight, self.bias, self.residual, self.sum_sq, norm_eps=self.norm_eps,
-            norm_offset=self.norm_offset, activation=self.activation, constant_weight=False,
+            norm_offset=self.norm_offset, activation=self.activation, constant_weight=self.constant_weight,
         )  # fmt: skip
 
 
@@ -150,9 +150,11 @@ def packed_linear_hopper(given: PackedLinear | PackedLinearNorm, *, pdl: bool | 
 
 
 def _hopper_covers(given: PackedLinear | PackedLinearNorm) -> bool:
-    """Rows of 16-bit values, and arranged words that fit a multiprocessor."""
+    """Rows of 16-bit values, and arranged words that fit a multiprocessor and are read where they lie."""
     x, form = given.x, format_of(given.format)
     if not isinstance(form, Arranged) or x.numel() == 0 or x.dtype.itemsize != 2 or not runs_gluon(x.device):
+        return False
+    if any(dense_rows(part) is not part for part in given.weight):  # a copy is not constant: it is written just before
         return False
     found = packed_words(form, x.shape[-1], x.dtype, given.weight)
     return found is not None and hopper().covers_packed(x, *found, is_gated(given.activation), given.sum_sq is not None)

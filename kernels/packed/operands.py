@@ -84,8 +84,8 @@ def quantise_rows_kernel(
     k = block * BLOCK + tl.arange(0, BLOCK)
     real = n < rows
     mask = real[:, None] & (k < features)[None, :]
-    gdc_wait(PDL)
     gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     # ---- values, a block of every row: [ROWS, BLOCK]
     values = tl.load(x + n.to(tl.int64)[:, None] * x_stride + k[None, :], mask=mask, other=0.0).to(tl.float32)
     top = tl.max(tl.abs(values), axis=1)

@@ -43,7 +43,9 @@ class Piece:
 
 PIECES = (
     Piece(
-        "kernels", ("attention", "linear", "norm", "experts", "route", "fast", "ngram", "suffix", "step", "verify"), 6
+        "kernels",
+        ("attention", "linear", "packed", "norm", "experts", "route", "fast", "ngram", "suffix", "step", "verify"),
+        6,
     ),
     Piece("processors", ("processors", "pause", "trace", "score"), 6),
     Piece("runners", ("runner", "session", "remainder"), 4),
