@@ -295,6 +295,20 @@ def test_a_table_of_functions_that_was_changed_is_another_one(monkeypatch: pytes
     assert key_of(model) != before
 
 
+def test_a_model_of_another_class_changes_no_key() -> None:
+    """transformers notes what a class can record, and what it can choose, when it is first made and asked."""
+    model = llama()
+    before = key_of(model)
+
+    class Other(modeling_llama.LlamaForCausalLM):
+        pass
+
+    Other(model.config)
+    type(model)._can_set_experts_implementation()
+    type(model)._can_set_attn_implementation()
+    assert key_of(model) == before
+
+
 def test_what_is_kept_holds_no_model() -> None:
     model = llama()
     weights = [weakref.ref(tensor) for tensor in model.parameters()]
