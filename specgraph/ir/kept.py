@@ -59,8 +59,8 @@ _FILLED_IN = {
     "__builtins__", "__slotnames__", "__warningregistry__", "_CAN_RECORD_REGISTRY",
     "_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value",
 }  # fmt: skip
-"""Names that Python fills in at any time, and transformers, from ``_CAN_RECORD_REGISTRY`` on, with what the code in the key
-says already: what a class can record, noted when a model of it is first made, and what it can choose."""
+"""Names that Python fills in at any time, and transformers, from ``_CAN_RECORD_REGISTRY`` on, with what the code in the
+key says already: what a class can record, noted when a model of it is first made, and what it can choose."""
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 
 _Export = TypeVar("_Export", bound=Callable[..., fx.GraphModule])
