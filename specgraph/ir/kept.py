@@ -55,6 +55,12 @@ _OTHERS = {
     "_state_dict_pre_hooks",
 }  # fmt: skip
 """Attributes that take no part in a forward pass: where a model was loaded from, and how it is loaded and saved."""
+_FILLED_IN = {
+    "__builtins__", "__slotnames__", "__warningregistry__", "_CAN_RECORD_REGISTRY",
+    "_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value",
+}  # fmt: skip
+"""Names that Python fills in at any time, and transformers, from ``_CAN_RECORD_REGISTRY`` on, with what the code in the
+key says already: what a class can record, noted when a model of it is first made, and what it can choose."""
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 
 _Export = TypeVar("_Export", bound=Callable[..., fx.GraphModule])
@@ -181,9 +187,11 @@ class _Key:
         if name in self._code:
             return
         # A package gets a name for each of its modules that is imported, at any time.
-        named = {key: value for key, value in dict(vars(owner)).items() if not isinstance(value, ModuleType)}
-        for key in ("__builtins__", "__slotnames__", "__warningregistry__"):  # Python fills these in
-            named.pop(key, None)
+        named = {
+            key: value
+            for key, value in dict(vars(owner)).items()
+            if not isinstance(value, ModuleType) and key not in _FILLED_IN
+        }
         if not name.startswith("specgraph."):
             for value in named.values():
                 _check_code(value, installed=not isinstance(owner, type))
