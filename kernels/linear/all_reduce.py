@@ -102,7 +102,7 @@ def all_reduce_rank_reference(given: AllReduceRank | AllReduceRankNorm) -> Tenso
     """:class:`AllReduceRank` where every device has a thread."""
     group = current_group()
     assert isinstance(group, ThreadGroup), "a CPU has threads"
-    parts = group.gather(given.x, given.rank)
+    parts = group.gather(given.x, given.rank) if waits() else [given.x]
     exact = torch.promote_types(given.x.dtype, torch.float32)
     total = all_reduce_reference(AllReduce([part.to(exact) for part in parts]))
     return (total if given.residual is None else total + given.residual.to(exact)).to(given.x.dtype)

@@ -182,13 +182,27 @@ def test_one_gpu_has_nearly_the_same_logprobs() -> None:
     assert torch.allclose(one[0][1], two[0][1], atol=0.1)
 
 
+@pytest.mark.parametrize(("kind", "k"), [("none", 1), ("eagle3", 3)])
+def test_the_host_takes_part_in_steps(kind: str, k: int) -> None:
+    def even(batch: int, ids: Tensor) -> list[int]:
+        return list(range(6 + int(ids[-1]) % 2, target().config.vocab_size, 2))
+
+    given: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "prefix_allowed_tokens_fn": even,
+        "temperature": 1.0,
+        "eos_token_id": [],
+    }
+    rows = range(0, 64, 5)
+    expected = [decoder("none").generate([prompts()[row]], seed=[row], **given).new_tokens[0] for row in rows]
+    found = decoder(kind, k).generate([prompts()[row] for row in rows], seed=list(rows), **given).new_tokens
+    assert all(map(torch.equal, found, expected))
+
+
 def test_what_is_not_known_yet_is_refused(tmp_path: Path) -> None:
     own = decoder("none")
     with pytest.raises(InputError, match="score runs on one GPU"):
         own.score(prompts(2))
-    with pytest.raises(InputError, match="several GPUs does not know yet"):
-        own.generate(prompts(1), max_new_tokens=2, prefix_allowed_tokens_fn=lambda batch, ids: [7])
-    assert len(own.generate(prompts(1), max_new_tokens=2).new_tokens[0]) == 2
     with pytest.raises(ConfigError, match="asks for 8 GPUs, and there are"):
         specgraph.compile_speculative(target(), {"parallel": {"tensor": 8}})
     with pytest.raises(ConfigError, match="without CUDA graphs"):

@@ -139,7 +139,7 @@ def test_prompt_steps_captured_between_steps_of_others_leave_them_alone(
         assert shape not in runner.space.shapes
         runner.use(mode, steps[mode])
         with torch.no_grad(), runner.active():
-            runner._graph(shape, GraphRunner._load)
+            runner.graph(shape, GraphRunner._load)
         runner.close()
         assert bool(before["num_rows"].any())
         assert all(map(torch.equal, pytree.tree_leaves(runner.state), pytree.tree_leaves(before)))

@@ -272,7 +272,7 @@ def test_capturing_a_prompt_step_changes_no_state(kind: str) -> None:
         shape = Shape(mode, 2, 16, 32)
         assert shape not in runner.space.shapes
         runner.use(mode, steps[mode])
-        runner._graph(shape, GraphRunner._load)
+        runner.graph(shape, GraphRunner._load)
         assert shape in runner.space.shapes and bool(before["num_rows"].any())
         assert all(map(torch.equal, pytree.tree_leaves(runner.state), pytree.tree_leaves(before)))
 

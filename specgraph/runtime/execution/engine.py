@@ -149,11 +149,6 @@ class Engine:
                 f"A sequence of {request.limit} tokens needs {needed} pages of the KV cache, and there are "
                 f"{most}; ask for fewer tokens, or for a larger pool (cache.pool_tokens)."
             )
-        if request.host and not self._runner.pauses:
-            raise InputError(
-                "A sequence asks for what the host computes in every step (a logits processor, a structure, scores), "
-                "which a target on several GPUs does not know yet; leave it out, or compile without parallel."
-            )
         missing = sorted(request.processing.state.keys() - self._runner.state.keys())
         if missing:
             raise InputError(

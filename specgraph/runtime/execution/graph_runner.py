@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,52 +38,34 @@ class GraphRunner(Runner):
 
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """Replay a graph of the next larger shape."""
-        return self.prompts_ready(chunk, pause)()
-
-    def prompts_ready(self, chunk: Chunk, pause: Pause | None = None) -> Callable[[], Results]:
-        """What :meth:`wide` does once everything is captured that it needs."""
-        count, width, rows = chunk.captured_shape(self.space.sizes.rows)
-        shape = Shape(self._mode, count, width, rows)
-        first, second = self._graphs(shape, GraphRunner._load, pause)
-        inputs = padded_inputs(chunk.inputs, count, width)
-        first.given.copy_(staged(inputs, first.given.device), non_blocking=True)
-        return functools.partial(self._replay, shape, first, second, pause)
+        return run_together([self.prompts(chunk)], pause)
 
     def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
         """Replay; the results are overwritten by the next replay, so they are sent before it."""
-        return self.decode_ready(rows, pause)()
+        return run_together([self.decoding(rows)], pause)
 
-    def decode_ready(self, rows: Sequence[int], pause: Pause | None = None) -> Callable[[], Results]:
-        """What :meth:`decode` does once everything is captured that it needs."""
+    def prompts(self, chunk: Chunk) -> Launch:
+        """What :meth:`wide` runs."""
+        count, width, rows = chunk.captured_shape(self.space.sizes.rows)
+        shape = Shape(self._mode, count, width, rows)
+
+        def fill(given: Tensor) -> None:
+            given.copy_(staged(padded_inputs(chunk.inputs, count, width), given.device), non_blocking=True)
+
+        return Launch(self, shape, GraphRunner._load, fill)
+
+    def decoding(self, rows: Sequence[int]) -> Launch:
+        """What :meth:`decode` runs."""
         count = entries(len(rows), self.space.sizes.rows)
-        shape = Shape(self._mode, count)
-        first, second = self._graphs(shape, GraphRunner._lay_out, pause)
-        if self._running.get((self._mode, count)) != rows:
-            first.given.copy_(self._upload(rows, count))
-            self._running[self._mode, count] = list(rows)
-        return functools.partial(self._replay, shape, first, second, pause)
 
-    def _replay(self, shape: Shape, first: Captured, second: Captured | None, pause: Pause | None) -> Results:
-        first.replay()
-        if pause is None or second is None:
-            return self._send(first.packed)
-        pause.prepare()
-        paused = self.space.paused[shape]
-        pause.apply(paused.values["for_host"], paused.values["logits"], paused.window.shape[1])
-        second.replay()
-        return self._send(second.packed)
+        def fill(given: Tensor) -> None:
+            if self._running.get((self._mode, count)) != rows:
+                given.copy_(self._upload(rows, count))
+                self._running[self._mode, count] = list(rows)
 
-    def _graphs(self, shape: Shape, read: ReadInput, pause: Pause | None) -> tuple[Captured, Captured | None]:
-        """The graph of a shape, and that of the second half of a step that pauses."""
-        first, behind = self._graph(shape, read), shape._replace(half=2)
-        if pause is None:
-            return first, None
-        if not self.space.has(behind):
-            # What the second half is captured over must be defined. The input of the first names no sequence yet.
-            first.replay()
-        return first, self._graph(behind, read)
+        return Launch(self, Shape(self._mode, count), GraphRunner._lay_out, fill)
 
-    def _graph(self, shape: Shape, read: ReadInput) -> Captured:
+    def graph(self, shape: Shape, read: ReadInput) -> Captured:
         """The graph of a shape. ``read`` turns its input into row index and window."""
         assert self._step is not None, "Runner.use comes first"
         # A graph keeps the step and the width with which it was captured; so does whatever stands in for one.
@@ -118,8 +101,75 @@ class GraphRunner(Runner):
             done.record(self._stream)
             done.synchronize()
 
-    def _send(self, packed: Tensor) -> Results:
+    def send(self, packed: Tensor) -> Results:
+        """Let results travel to the host."""
         return self.space.mailbox.send(packed, self.width, self._stream, traced=self._mode.traced)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A step that is about to run on one GPU.
+
+    Attributes:
+        runner: the GPU's.
+        shape: that of the graph, and of its first half if the host takes part in the step.
+        read: turns the input of the graph into row index and window.
+        fill: writes the input.
+    """
+
+    runner: GraphRunner
+    shape: Shape
+    read: ReadInput
+    fill: Callable[[Tensor], None]
+
+    def graph(self, half: int = 1) -> Captured:
+        """The graph of one half, which is captured if it is not there."""
+        return self.runner.graph(self.shape._replace(half=half), self.read)
+
+    @property
+    def paused(self) -> PausedValues:
+        """What the first half leaves."""
+        return self.runner.space.paused[self.shape]
+
+
+def run_together(launches: Sequence[Launch], pause: Pause | None) -> Results:
+    """Run one step on every GPU that shares the target, and give the results of the first.
+
+    Graphs may wait for each other, so none is replayed before all of them are there, and the host waits for none before
+    all of them are replayed. In a pause, the host changes the logits of the first GPU, and the others get these.
+    """
+    own = launches[0]
+    graphs = [_on(launch, Launch.graph) for launch in launches]
+    if pause is not None and not own.runner.space.has(own.shape._replace(half=2)):
+        # What second halves are captured over must be defined. The inputs of the first ones name no sequence yet.
+        _replay(launches, graphs)
+    seconds = [] if pause is None else [_on(launch, lambda each: each.graph(2)) for launch in launches]
+    for launch, graph in zip(launches, graphs, strict=True):
+        with launch.runner.active():
+            launch.fill(graph.given)
+    _replay(launches, graphs)
+    if pause is None:
+        return own.runner.send(graphs[0].packed)
+    pause.prepare()
+    changed, window = own.paused.values["for_host"], own.paused.window
+    pause.apply(changed, own.paused.values["logits"], window.shape[1])
+    for launch in launches[1:]:
+        with launch.runner.active():
+            launch.paused.values["for_host"].copy_(changed)
+    _replay(launches, seconds)
+    return own.runner.send(seconds[0].packed)
+
+
+def _on(launch: Launch, function: Callable[[Launch], Captured]) -> Captured:
+    with launch.runner.active():
+        return function(launch)
+
+
+def _replay(launches: Sequence[Launch], graphs: Sequence[Captured]) -> None:
+    """Replay a graph on every GPU, the first one's last."""
+    for launch, graph in reversed([*zip(launches, graphs, strict=True)]):
+        with launch.runner.active():
+            graph.replay()
 
 
 ReadInput = Callable[[GraphRunner, Tensor], tuple[Tensor, Tensor]]

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from specgraph.kernels.peers import exchanging
-from specgraph.runtime.execution.graph_runner import GraphRunner
+from specgraph.runtime.execution.graph_runner import GraphRunner, run_together
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
 from specgraph.runtime.execution.workspace import Workspace
@@ -23,8 +23,6 @@ from specgraph.specialise.mode import Mode
 
 class RanksRunner(GraphRunner):
     """The runner of the first GPU, which lets those of the others do the same."""
-
-    pauses = False
 
     def __init__(self, space: Workspace, steps: Sequence[Callable[[Mode], StepModule]]) -> None:
         """``space`` is the first GPU's and has those of the others, whose steps come from ``steps``, by mode."""
@@ -59,11 +57,11 @@ class RanksRunner(GraphRunner):
 
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """On every GPU."""
-        return self._all(lambda runner: runner.prompts_ready(chunk))
+        return run_together([runner.prompts(chunk) for runner in (self, *self._others)], pause)
 
     def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
         """On every GPU."""
-        return self._all(lambda runner: runner.decode_ready(rows))
+        return run_together([runner.decoding(rows) for runner in (self, *self._others)], pause)
 
     def keep_drafts(self, rows: Sequence[int], count: int) -> None:
         """On every GPU."""
@@ -77,14 +75,3 @@ class RanksRunner(GraphRunner):
         super().close()
         for other in self._others:
             other.close()
-
-    def _all(self, prepare: Callable[[GraphRunner], Callable[[], Results]]) -> Results:
-        """Let all GPUs capture what they need, then launch what was captured; the results are the first one's."""
-        ready = [prepare(self)]
-        for other in self._others:
-            with other.active():
-                ready.append(prepare(other))
-        for other, replay in zip(self._others, ready[1:], strict=True):
-            with other.active():
-                replay()
-        return ready[0]()

@@ -41,11 +41,9 @@ class Runner:
         state: the tensors that the step reads and writes.
         pages: those of its KV cache.
         lag: how many steps are enqueued before the first is read.
-        pauses: whether the host can take part in a step.
     """
 
     lag = 0
-    pauses = True
 
     def __init__(self, memory: StateMemory, least: int = 1) -> None:
         """``least`` is the smallest number of sequences in a call; inactive ones make up for what is missing."""
@@ -96,7 +94,7 @@ class Runner:
 
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """A step over a window of prompt tokens. A step that pauses is given what the host does meanwhile."""
-        return self._send(self._call(*self.load(chunk), pause, chunk.num_rows))
+        return self.send(self._call(*self.load(chunk), pause, chunk.num_rows))
 
     def load(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Set the row counts of a chunk's sequences, and give its row index and its windows, both on the device."""
@@ -114,7 +112,7 @@ class Runner:
     def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
         """A step of the sequences ``rows``, over the windows that their last steps have laid out."""
         index = self._upload(rows, max(len(rows), self._least))
-        return self._send(self._call(index, self._window(index), pause))
+        return self.send(self._call(index, self._window(index), pause))
 
     def drafts(self, rows: Sequence[int]) -> list[list[int]]:
         """What the next decode step verifies of the sequences ``rows``. Waits for the steps before it."""
@@ -168,5 +166,6 @@ class Runner:
         left, confidence = self.state["num_rows"], self.state.get(CONFIDENCE)
         return pack_results(emitted, num_emitted, logprobs, bad, left, self.width, rows, confidence, *traced)
 
-    def _send(self, packed: Tensor) -> Results:
+    def send(self, packed: Tensor) -> Results:
+        """Let results travel to the host."""
         return Results(packed.cpu(), self.width, traced=self._mode.traced)

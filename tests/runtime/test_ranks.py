@@ -1,0 +1,139 @@
+"""Several GPUs that share a target, of which devices of a CPU take the places: each runs its graphs in a thread."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgraph import InputError, SpeculativeDecoder
+from specgraph.compiler import compile as compiling
+from specgraph.kernels.peers import ThreadGroup, not_waiting
+from specgraph.runtime.execution import runner_pool
+from tests.decoding import compiled, in_a_stream_and_a_session
+from tests.models import ragged_prompts, shared_model
+
+PROMPTS = ragged_prompts((3, 17, 8, 1))
+COUNT, NEW = 2, 12
+
+
+class Threads:
+    """Makes pools that replay a graph by calling its function: the first rank's waits for those of the others."""
+
+    num_bytes = 0
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._others = [ThreadPoolExecutor(1) for _ in range(COUNT)]
+        self._under_way: list[Future[Any]] = []
+
+    def __call__(self, device: torch.device) -> Any:
+        self._made += 1
+        return Pool(self, (self._made - 1) % COUNT)
+
+    def replay(self, rank: int, function: Callable[[], object]) -> None:
+        """Run a function in the thread of its rank, or here for the first one, which the others then have met."""
+        if rank:
+            run = contextvars.copy_context().run
+            self._under_way.append(self._others[rank].submit(run, torch.no_grad()(function)))
+        else:
+            function()
+            for other in self._under_way:
+                other.result(60)
+            self._under_way.clear()
+
+
+class Pool:
+    """What a workspace takes for a GPU's pool of graphs."""
+
+    num_bytes = 0
+
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self._threads, self._rank = threads, rank
+
+    def capture(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        with not_waiting():
+            packed = function()
+
+        def replay() -> None:
+            self._threads.replay(self._rank, lambda: packed.copy_(function()))
+
+        return replay, packed
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SpeculativeDecoder]]:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(compiling, "shared_gpus", lambda config, device: [cpu] * config.parallel.tensor)
+    monkeypatch.setattr(runner_pool, "PeerGroup", lambda devices: ThreadGroup(len(devices)))
+
+    def make(kind: str, k: int = 1, **extra: Any) -> SpeculativeDecoder:
+        model = shared_model("llama", dtype=torch.float64)
+        decoder = compiled(model, kind, k, parallel={"tensor": COUNT}, **extra)
+        for program in (decoder._program, *decoder._runners.others):
+            program.captured = True
+        decoder._runners.make_pool = Threads()
+        return decoder
+
+    yield make
+
+
+@pytest.mark.parametrize(("kind", "k"), [("none", 1), ("ngram", 4)])
+def test_tokens_are_those_of_one_device(ranks: Callable[..., SpeculativeDecoder], kind: str, k: int) -> None:
+    one, many = compiled(shared_model("llama", dtype=torch.float64), kind, k), ranks(kind, k)
+    for options in ({}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.3}):
+        found, expected = (own.generate(PROMPTS, max_new_tokens=NEW, **options) for own in (many, one))
+        assert all(map(torch.equal, found.new_tokens, expected.new_tokens))
+        assert found.stats.emitted_per_step == expected.stats.emitted_per_step
+    assert len(many.ranks) == COUNT and [*many.ranks[1]][:4] == [*many.stages][:4]
+
+
+def test_streams_sessions_cut_prompts_and_shared_prefixes(ranks: Callable[..., SpeculativeDecoder]) -> None:
+    cache = {"prefill_chunk": 5, "block_size": 4, "reuse_prefixes": True}
+    expected = [own.tolist() for own in compiled(shared_model("llama", dtype=torch.float64), "none").generate(
+        PROMPTS, max_new_tokens=NEW).new_tokens]  # fmt: skip
+    many = ranks("ngram", 3, cache=cache, max_batch_size=2)
+    streamed, in_session, _ = in_a_stream_and_a_session(many, PROMPTS, max_new_tokens=NEW)
+    assert streamed == in_session == expected
+    again, _, stats = in_a_stream_and_a_session(many, [PROMPTS[1]] * 3, max_new_tokens=NEW)
+    assert again == [expected[1]] * 3 and stats.reused_tokens > 0
+
+
+def test_a_cancelled_sequence_stops_on_every_device(ranks: Callable[..., SpeculativeDecoder]) -> None:
+    many = ranks("none")
+    expected = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    with many.session() as session:
+        first, second = (session.submit(PROMPTS[row], max_new_tokens=NEW) for row in (1, 2))
+        session.step()
+        session.cancel(first)
+        tokens = [token for event in session for token in event.tokens if event.id == second]
+        memories = [session._engine._runner.space, *session._engine._runner.space.others]
+        assert all(not bool(memory.state["num_rows"].any()) for memory in memories)
+    assert tokens == expected[2].tolist()
+
+
+@pytest.mark.parametrize(("kind", "k"), [("none", 1), ("ngram", 3)])
+def test_the_host_takes_part_in_steps(ranks: Callable[..., SpeculativeDecoder], kind: str, k: int) -> None:
+    """With some sequences and not with others, in prompt steps and in decode steps."""
+
+    def even(batch: int, ids: Tensor) -> list[int]:
+        return list(range(int(ids[-1]) % 2, 60, 2))
+
+    one, many = compiled(shared_model("llama", dtype=torch.float64), kind, k), ranks(kind, k)
+    for options in ({}, {"temperature": 1.0, "seed": 3}):
+        given: dict[str, Any] = {"max_new_tokens": NEW, "prefix_allowed_tokens_fn": even, **options}
+        found, expected = (own.generate(PROMPTS, **given) for own in (many, one))
+        assert all(map(torch.equal, found.new_tokens, expected.new_tokens))
+        plain = [own.generate(PROMPTS, max_new_tokens=NEW, **options).new_tokens for own in (many, one)]
+        assert all(map(torch.equal, *plain))
+        assert not all(map(torch.equal, found.new_tokens, plain[0]))
+
+
+def test_scores_are_refused(ranks: Callable[..., SpeculativeDecoder]) -> None:
+    with pytest.raises(InputError, match="score runs on one GPU, and several share this target"):
+        ranks("none").score(PROMPTS)
