@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
-from specgraph.kernels.linear.linear import NormParts, norm_parts_fake, norm_parts_triton, with_norm_parts
+from specgraph.kernels.linear.linear import NORM_PARTS, NormParts, norm_parts_fake, with_norm_parts
 from specgraph.kernels.linear.linear_triton import NORM_GROUP
 from specgraph.kernels.linear.strides import aligned, alignment_of
 from specgraph.kernels.ops import Variant, declare
@@ -126,7 +127,7 @@ def all_reduce_rank_norm_triton(given: AllReduceRankNorm) -> tuple[Tensor, Tenso
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if features % NORM_GROUP:
         _launch(given, out)
-        return (out, *norm_parts_triton(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
+        return (out, *NORM_PARTS.function(out, given.norm_weight, norm_offset=given.norm_offset))
     weighted = torch.empty_like(out)
     exact = torch.promote_types(x.dtype, torch.float32)
     sum_sq = x.new_empty(*x.shape[:-1], features // NORM_GROUP, dtype=exact)
@@ -211,7 +212,7 @@ def all_reduce_kernel(
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     number, broken = tl.load(counts + program), tl.load(fault) != 0
-    for begin in range(program * BLOCK, size, tl.num_programs(0) * BLOCK):
+    for begin in range(loop_bound(program * BLOCK), loop_bound(size), loop_bound(tl.num_programs(0) * BLOCK)):
         inside = begin + place < size
         own = tl.load(x + begin + place, mask=inside, other=0.0)
         total = own.to(WIDE)
