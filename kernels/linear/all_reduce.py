@@ -144,9 +144,8 @@ def _launch(
     assert isinstance(group, PeerGroup), "GPUs meet in their memory"
     programs, width = min(triton.cdiv(x.numel(), BLOCK), MOST_PROGRAMS), x.shape[-1] if x.dim() else 1
     alignment = alignment_of(width)
-    residual = None if given.residual is None else aligned(given.residual.contiguous())
     launch(
-        all_reduce_kernel, (programs,), aligned(x.contiguous()), residual, out, *norm,
+        all_reduce_kernel, (programs,), aligned(x), aligned(given.residual), out, *norm,
         tuple(slots.view(x.dtype) for slots in group.slots), tuple(group.arrivals), group.counts[rank],
         group.faults[rank], x.numel() // alignment, width, norm_offset, int(waits()), MOST_TRIES, RANK=rank,
         WORLD_SIZE=given.world_size, PROGRAMS=MOST_PROGRAMS, BLOCK=BLOCK, ALIGNMENT=alignment, GROUP=NORM_GROUP,

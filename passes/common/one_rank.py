@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from specgraph.ir.devices import move_node
 from specgraph.ir.drafter import BoundDrafter, Mask
 from specgraph.ir.graphs import DEVICE, calls, get_attribute, new_module, remove_dead_code, set_attribute
 from specgraph.ir.program import Program
@@ -83,14 +84,6 @@ class _Move:
         return replace(drafter, models=models, mask=mask, **tensors)
 
     def _note(self, node: fx.Node) -> None:
-        """Where a node computes, and what tracing has noted of its value."""
-        given: Any = node.args, node.kwargs
-        if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
-            moved = fx.node.map_aggregate(given, lambda arg: self._device if isinstance(arg, torch.device) else arg)
-            node.args, node.kwargs = moved
+        """Where a node computes; what passes have noted of how its value lies there is found anew."""
         node.meta.pop(LAYOUT, None)
-        if "val" in node.meta:
-            node.meta["val"] = fx.node.map_aggregate(node.meta["val"], self._value)
-
-    def _value(self, value: Any) -> Any:
-        return torch.empty_like(value, device=self._device) if isinstance(value, Tensor) else value
+        move_node(node, self._device)

@@ -27,7 +27,7 @@ def move_foreign_nodes(module: fx.GraphModule, device: torch.device) -> int:
         _fold(module, node, f"folded_constant_{index}", values[node].to(device))
     for node in foreign:
         if node not in values:
-            _move(node, device)
+            move_node(node, device)
     for node in [node for node in module.graph.nodes if is_no_op(node)]:
         node.replace_all_uses_with(node.all_input_nodes[0])
     if foreign:
@@ -58,8 +58,13 @@ def _fold(module: fx.GraphModule, node: fx.Node, name: str, value: Tensor) -> No
     node.replace_all_uses_with(attribute)
 
 
-def _move(node: fx.Node, device: torch.device) -> None:
-    """Let a node that is said to run elsewhere run on ``device``."""
+def move_node(node: fx.Node, device: torch.device) -> None:
+    """Let a node that is said to run elsewhere run on ``device``, where its values are, if tracing has noted them."""
     given: Any = node.args, node.kwargs
     node.args, node.kwargs = fx.node.map_aggregate(given, lambda arg: device if isinstance(arg, torch.device) else arg)
-    node.meta["val"] = torch.empty_like(node.meta["val"], device=device)
+
+    def there(value: Any) -> Any:
+        return torch.empty_like(value, device=device) if isinstance(value, Tensor) else value
+
+    if "val" in node.meta:
+        node.meta["val"] = fx.node.map_aggregate(node.meta["val"], there)

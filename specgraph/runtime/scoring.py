@@ -26,7 +26,7 @@ from specgraph.kernels.step import scatter_state_
 from specgraph.kernels.verify.score import KINDS
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.memory.pages import Reservation
-from specgraph.runtime.memory.state_rows import Admission, stop, uploaded
+from specgraph.runtime.memory.state_rows import Admission, uploaded
 from specgraph.runtime.outputs.output import GenerateOutput
 from specgraph.runtime.requests.parser import RequestParser
 from specgraph.runtime.requests.request import Request
@@ -206,7 +206,7 @@ class Scoring:
             self._running[row] = _Place(number, reserved, tokens, own)
             entering.append(Admission(row, request, reserved.pages, begin, reserved.snapshot))
         if entering:
-            self._runner.memory.admit(entering)
+            self._runner.admit(entering)
 
     def _next_chunk(self) -> Chunk:
         prompts, batch = {row: place.tokens for row, place in self._running.items()}, self._runner.memory.sizes.rows
@@ -278,8 +278,7 @@ class Scoring:
         """Leave the state as it was found: no sequence is active, and nobody has pages."""
         for row in list(self._running):
             self._leave(row)
-        with self._runner.active():
-            stop(self._runner.state, self._free_rows)
+        self._runner.stop(self._free_rows)
 
 
 def _too_long(request: Request, runner: Runner) -> InputError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,8 +24,6 @@ COUNT, NEW = 2, 12
 
 class Threads:
     """Makes pools that replay a graph by calling its function: the first rank's waits for those of the others."""
-
-    num_bytes = 0
 
     def __init__(self) -> None:
         self._made = 0
@@ -67,7 +65,7 @@ class Pool:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SpeculativeDecoder]]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SpeculativeDecoder]:
     cpu = torch.device("cpu")
     monkeypatch.setattr(compiling, "shared_gpus", lambda config, device: [cpu] * config.parallel.tensor)
     monkeypatch.setattr(runner_pool, "PeerGroup", lambda devices: ThreadGroup(len(devices)))
@@ -80,7 +78,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Speculative
         decoder._runners.make_pool = Threads()
         return decoder
 
-    yield make
+    return make
 
 
 @pytest.mark.parametrize(("kind", "k"), [("none", 1), ("ngram", 4)])
