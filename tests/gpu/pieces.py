@@ -56,9 +56,9 @@ PIECES = (
     # Each process keeps a model of 16 to 18 GB and two decoders with their caches. Four of them ran out of memory.
     Piece("llama 8b", ("bitwise_8b",), 2, "llama-3-8b-shape-"),
     Piece("qwen 9b", ("bitwise_8b",), 2, "qwen3.5-9b-shape-"),
-    Piece("packed int4", ("bitwise_8b",), 3, "packed int4"),
-    Piece("packed fp8", ("bitwise_8b",), 3, "packed fp8"),
-    Piece("packed mxfp4", ("bitwise_8b",), 3, "packed mxfp4"),
+    Piece("packed int4", ("bitwise_8b",), 4, "int4"),
+    Piece("packed fp8", ("bitwise_8b",), 3, "fp8"),
+    Piece("packed mxfp4", ("bitwise_8b",), 4, "mxfp4"),
     Piece("schemes", ("schemes",), 10),
     # The benchmarks want the card for themselves, and training takes most of its memory.
     Piece("benchmarks", ("bench", "reinforce"), 1),
