@@ -26,7 +26,15 @@ from specgraph.cli.decode_prompts import (
     encode,
 )
 from specgraph.cli.keys import GenerateConfig, InspectConfig
-from specgraph.cli.loading import check_drafts, check_folder, device_and_dtype, limits_of, load_model, load_tokenizer
+from specgraph.cli.loading import (
+    check_drafts,
+    check_folder,
+    device_and_dtype,
+    limits_of,
+    load_model,
+    load_tokenizer,
+    shared_place,
+)
 from specgraph.cli.prompts import read_chat_options, read_prompts
 from specgraph.cli.read_dumps import diff, explore
 from specgraph.cli.summary import compare_rows, summary_rows
@@ -83,6 +91,8 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     check_options(options, limits, tokenizer, [prompt.ids for prompt in prompts])
     if options.engine == RAY:
         return _generate_with_ray(options, config, place, tokenizer, prompts)
+    if not options.compare:  # transformers would run on the CPU
+        place = shared_place(config, place)
     model = load_model(options.model, *place, options.trust_remote_code)
     decoder = compile_speculative(model, config)
     outcome = decode_prompts(
@@ -154,6 +164,7 @@ def dump(cfg: DictConfig) -> dict[str, str]:
     place = device_and_dtype(options.device, options.dtype)
     check_folder(options.model)
     dumps.check_folder(options.out)
+    place = shared_place(config, place)
     decoder = compile_speculative(load_model(options.model, *place, options.trust_remote_code), config)
     folder = decoder.dump(options.out, weights=options.weights)
     print(decoder.report())

@@ -45,6 +45,19 @@ def device_and_dtype(device: str, dtype: str) -> tuple[str, str]:
     return device, "float32" if dtype == "auto" and device == "cpu" else dtype
 
 
+def shared_place(config: Config, place: tuple[str, str]) -> tuple[str, str]:
+    """Where a model is loaded that several GPUs share, whose names are then written into ``config``: on the CPU, from
+    where each gets its part alone. Any other model is loaded where it runs, at ``place``.
+    """
+    first = torch.device(place[0])
+    if config.parallel.tensor == 1 or first.type != "cuda":
+        return place
+    if config.parallel.devices is None:
+        begin = first.index or 0
+        config.parallel.devices = [f"cuda:{begin + rank}" for rank in range(config.parallel.tensor)]
+    return "cpu", place[1]
+
+
 def check_folder(name: str, key: str = "model") -> None:
     """Refuse a path that does not exist, before transformers looks for it on the network.
 

@@ -59,7 +59,8 @@ def compile_speculative(
     was changed and to compile again.
 
     Args:
-        model: the target. Its present device and dtype are those of the decoder. Of a multimodal model
+        model: the target. Its present device and dtype are those of the decoder (but ``parallel.devices`` may name
+            GPUs for a model on the CPU, of which each then gets its part). Of a multimodal model
             (``...ForConditionalGeneration``), this is its text model, for prompts of text.
         cfg: None (drafts come from n-gram lookup), the name of a preset such as ``"draft_model"`` or ``"none"``, the
             path of a YAML file, or a mapping or ``DictConfig`` with the keys of :class:`specgraph.config.Config`.
@@ -79,22 +80,23 @@ def compile_speculative(
     check_no_hooks(model)
     check_dtypes(model)
     config, draft = with_draft(load_config(cfg), draft)
-    lowering, reason = choose_lowering(config.lowering.name, model.device, model.dtype)
-    if lowering == "gpu" and model.device.type == "cpu":
+    gpus = shared_gpus(config, model.device)
+    place = gpus[0] if gpus else model.device
+    lowering, reason = choose_lowering(config.lowering.name, place, model.dtype)
+    if lowering == "gpu" and place.type == "cpu":
         warnings.warn(
             "lowering=gpu was asked for, and the target is on a CPU, where kernels run as their slow references in "
             "PyTorch; leave it out, or move the model to a GPU.",
             SpecgraphWarning,
             stacklevel=2,
         )
-    config = settle_lowering(config, model.device, model.dtype)
-    check_parallel(config, model.device)
-    gpus = shared_gpus(config, model.device)
+    config = settle_lowering(config, place, model.dtype)
+    check_parallel(config, place)
     read_generation_config(model)  # so that what cannot be honoured is refused before anything takes long
-    passes = build_passes(config, model.device)
+    passes = build_passes(config, place)
     if config.debug.dump_dir is not None:
         check_folder(config.debug.dump_dir)
-    if config.lowering.remainder == "inductor" and model.device.type == "cpu":
+    if config.lowering.remainder == "inductor" and place.type == "cpu":
         start_compiler()
     with (
         Progress("compile", len(passes) + 3, config.debug.progress) as progress,
@@ -172,15 +174,11 @@ def _given(model: PreTrainedModel, draft: DraftLike | None) -> dict[str, nn.Modu
 
 
 def check_parallel(config: Config, device: torch.device) -> None:
-    """Refuse devices of another kind than the model's, and lowerings that do not know several of them."""
-    count, names = config.parallel.tensor, config.parallel.devices
+    """Refuse lowerings that do not know several devices, the first of which is ``device``."""
+    count = config.parallel.tensor
     if count == 1:
         return
     given = f"parallel.tensor={count} was given"
-    if names is not None and any(torch.device(name).type != device.type for name in names):
-        raise ConfigError(
-            f"parallel.devices={names} was given for a model on {device}; move the model to the first of them."
-        )
     if device.type == "cpu" and config.lowering.kernels:
         raise ConfigError(
             f"{given} with lowering={config.lowering.name} and kernels, which join layers of several devices of a CPU; "
@@ -196,23 +194,29 @@ def check_parallel(config: Config, device: torch.device) -> None:
 
 
 def shared_gpus(config: Config, device: torch.device) -> list[torch.device]:
-    """The GPUs that share the target, its own first; none if it runs on one device, or on devices of a CPU.
+    """The GPUs that share the target; none if it runs on one device, or on devices of a CPU.
+
+    The model is on the first of them, or on the CPU. From there, every GPU gets its part alone, so that a model need
+    not fit a GPU.
 
     Raises:
         ConfigError: one of them does not exist or cannot reach another one, or the model is not on the first.
     """
     count, names = config.parallel.tensor, config.parallel.devices
-    if count == 1 or device.type == "cpu":
+    if count == 1 or (device.type == "cpu" and (names is None or "cpu" in names)):
         return []
     there = torch.cuda.device_count()
     following = [torch.device("cuda", index) for index in range(there) if index != device.index]
     gpus = [torch.device(name) for name in names] if names else [device, *following][:count]
+    if device.type != "cpu" and gpus[0] != device:
+        raise ConfigError(
+            f"parallel.devices begins with {gpus[0]}, and the model is on {device}; move it there, or, so that no GPU "
+            "holds the whole of it, leave it on the CPU and name GPUs."
+        )
     if len(gpus) < count or any(gpu.index >= there for gpu in gpus):
         raise ConfigError(
             f"parallel.tensor={count} asks for {names or count} GPUs, and there are {there}; give as many as there are."
         )
-    if gpus[0] != device:
-        raise ConfigError(f"parallel.devices begins with {gpus[0]}, and the model is on {device}; move it there.")
     for a, b in itertools.permutations(gpus, 2):
         if not torch.cuda.can_device_access_peer(a, b):
             raise ConfigError(

@@ -87,7 +87,7 @@ class ParallelConfig:
     """How many devices share each linear layer and the heads of attention."""
     devices: list[str] | None = None
     """Their names, such as [cuda:0, cuda:1] or [cpu, cpu]; null: the target's own and the GPUs that follow it, or so
-    many devices of a CPU."""
+    many devices of a CPU. A target that is on the CPU is moved to the GPUs that are named, to each its part."""
 
 
 @dataclass

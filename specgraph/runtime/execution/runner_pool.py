@@ -28,8 +28,7 @@ from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.sizing import limited, page_size
 from specgraph.runtime.memory.snapshots import SnapshotPool, boundaries, snapshot_bytes
 from specgraph.runtime.memory.state_memory import StateMemory
-from specgraph.specialise.end_chains import StepModule
-from specgraph.specialise.mode import Mode
+from specgraph.specialise.step_cache import StepCache
 
 
 @dataclass
@@ -41,7 +40,7 @@ class RunnerPool:
 
     Attributes:
         others: the programs of other GPUs that share the target.
-        steps: for each of them what gives the variants of its step.
+        steps: for each of them the variants of its step.
     """
 
     program: Program
@@ -49,7 +48,7 @@ class RunnerPool:
     cache: CacheConfig = field(default_factory=CacheConfig)
     make_pool: Callable[[torch.device], GraphPool] = GraphPool
     others: Sequence[Program] = ()
-    steps: Sequence[Callable[[Mode], StepModule]] = ()
+    steps: Sequence[StepCache] = ()
     idle: Workspace | None = None
     _recent: deque[StateSizes] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,7 +90,7 @@ class RunnerPool:
     def give_back(self, runner: Runner) -> None:
         """A session has ended, well or not."""
         runner.close()
-        if isinstance(runner, GraphRunner):
+        if isinstance(runner, GraphRunner) and not runner.space.broken:
             with self._lock:
                 if self.idle is None or self.idle.sizes.num_pages < runner.space.sizes.num_pages:
                     self.idle = runner.space
@@ -116,7 +115,7 @@ class RunnerPool:
             if space is not None and space.sizes.rows >= sizes.rows and space.sizes.num_pages >= sizes.num_pages:
                 sizes = dataclasses.replace(sizes, snapshots=space.sizes.snapshots)
             else:
-                sizes = limited(self.program, self._cache, sizes, self.max_batch_size, idle_bytes)
+                sizes = limited(self.program, self._cache, sizes, self.max_batch_size, idle_bytes, self.others)
             self._recent.append(wanted := bucket(sizes, self.max_batch_size, self.block_size))
             if space is not None:
                 wanted = next_sizes(space.sizes, idle_bytes, self._recent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -62,8 +63,12 @@ def modest(program: Program, cache: CacheConfig, sizes: StateSizes) -> StateSize
     return replace(sizes, rows=rows, num_pages=min(sizes.num_pages, max(sizes.pages_per_sequence, pages)))
 
 
-def limited(program: Program, cache: CacheConfig, sizes: StateSizes, max_batch_size: int, kept: int = 0) -> StateSizes:
-    """``sizes`` of a session, with as many rows, snapshots and pages as there is memory for.
+def limited(
+    program: Program, cache: CacheConfig, sizes: StateSizes, max_batch_size: int, kept: int = 0,
+    others: Sequence[Program] = (),
+) -> StateSizes:  # fmt: skip
+    """``sizes`` of a session, with as many rows, snapshots and pages as there is memory for, also for the same of
+    ``others``, which are those of other GPUs.
 
     Snapshots come first (:data:`SNAPSHOT_SHARE`). Of what is left, rows of recurrent state take half at most, and what
     they leave is for pages. ``kept`` are the bytes of a state that is freed for the new one.
@@ -71,7 +76,7 @@ def limited(program: Program, cache: CacheConfig, sizes: StateSizes, max_batch_s
     Raises:
         InputError: there is no memory for a single page.
     """
-    free = free_bytes(program.target.device) + kept
+    free = min(free_bytes(each.target.device) for each in (program, *others)) + kept
     share = SHARE if cache.memory_share is None else cache.memory_share
     copies = most_snapshots(program, cache, max_batch_size, free)
     taken = copies * snapshot_bytes(program)
