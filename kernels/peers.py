@@ -50,6 +50,10 @@ class PeerGroup:
         for device in self.devices:  # nobody may write into memory that is yet to be filled with zeros
             torch.cuda.synchronize(device)
 
+    def waited_in_vain(self) -> list[torch.device]:
+        """The GPUs that have waited for another one in vain. To find out waits for all of them."""
+        return [device for device, fault in zip(self.devices, self.faults, strict=True) if int(fault)]
+
 
 def _zeros(device: torch.device, size: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(size, dtype=dtype, device=device)
@@ -67,8 +71,13 @@ class ThreadGroup:
     """Devices of a CPU, each in a thread of its own."""
 
     def __init__(self, count: int) -> None:
+        self.devices = [torch.device("cpu")] * count
         self._barrier = threading.Barrier(count, timeout=60)
         self._parts: list[Tensor | None] = [None] * count
+
+    def waited_in_vain(self) -> list[torch.device]:
+        """None: a thread that waits in vain raises an error."""
+        return []
 
     def gather(self, part: Tensor, rank: int) -> list[Tensor]:
         """The parts of all devices, by rank, when all of them have come."""

@@ -93,8 +93,7 @@ class SpeculativeDecoder:
             StepCache(program, own, list(told), list(callbacks))
             for program, own, (_, told) in zip(programs, self.ranks[1:], others, strict=True)
         ]
-        steps = [cache.step for cache in caches]
-        self._runners = RunnerPool(self._program, config.max_batch_size, config.cache, others=programs, steps=steps)
+        self._runners = RunnerPool(self._program, config.max_batch_size, config.cache, others=programs, steps=caches)
         self._engines = EngineFactory(self._program, config, self._runners, self._step_cache.step)
 
     @property
@@ -295,13 +294,11 @@ class SpeculativeDecoder:
         """
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         refuse_others("score", others, f"it takes start, logprobs, {', '.join(sampling)}")
-        if len(self.ranks) > 1:
-            raise InputError("score runs on one GPU, and several share this target; compile it without parallel.")
         requests, starts, pass_ = read_scoring(self._reader, sequences, attention_mask, start, logprobs, **sampling)
         sizes = sizes_for(requests, self.config.max_batch_size, self._runners.block_size)
         overhead, chunk = self._engines.overhead.prompt, self.config.cache.prefill_chunk
         with self._engines.plain_mode(), self._runners.lend(sizes) as runner:
-            scoring = Scoring(runner, self._step_cache.scoring(pass_), overhead, chunk, self.vocab_size)
+            scoring = Scoring(runner, pass_, self._step_cache.scoring(pass_), overhead, chunk, self.vocab_size)
             return scoring.run(requests, starts)
 
     def forget_prefixes(self) -> None:

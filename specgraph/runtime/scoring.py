@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specgraph.errors import InputError, NumericsError
-from specgraph.kernels.step import scatter_state_
+from specgraph.errors import InputError
 from specgraph.kernels.verify.score import KINDS
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.memory.pages import Reservation
-from specgraph.runtime.memory.state_rows import Admission, uploaded
+from specgraph.runtime.memory.state_rows import Admission
 from specgraph.runtime.outputs.output import GenerateOutput
 from specgraph.runtime.requests.parser import RequestParser
 from specgraph.runtime.requests.request import Request
@@ -153,19 +152,21 @@ class _Place:
 class Scoring:
     """One call of ``score``: sequences that wait, those in rows of a runner's state, and what steps said of them."""
 
-    def __init__(self, runner: Runner, step: fx.GraphModule, overhead: int, chunk: int, vocab_size: int) -> None:
-        """``step`` is one that :class:`~specgraph.specialise.score_rows.ScoreRows` has made, and costs ``overhead``
-        besides its rows, as a number of rows. A sequence has at most ``chunk`` rows in it."""
+    def __init__(
+        self, runner: Runner, pass_: ScoreRows, step: fx.GraphModule, overhead: int, chunk: int, vocab_size: int
+    ) -> None:  # fmt: skip
+        """``step`` is what ``pass_`` has made, and costs ``overhead`` besides its rows, as a number of rows. A sequence
+        has at most ``chunk`` rows in it."""
         # The logits of all rows of a step take no more memory than they should.
         self._most_rows = max(2, min(MOST_ROWS, MOST_LOGITS // vocab_size))
-        self._runner, self._step, self._overhead = runner, step, overhead
+        self._runner, self._pass, self._step, self._overhead = runner, pass_, step, overhead
         self._chunk = max(2, min(chunk, self._most_rows))
         self._free_rows = list(range(runner.memory.sizes.rows))
         self._running: dict[int, _Place] = {}
         """By row."""
         self._names: dict[int, list[int]] = {}
         """Of every sequence, a name for each of its pages that others might share: a hash of all tokens up to there."""
-        self._results: list[tuple[list[tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]] = []
+        self._results: list[tuple[list[tuple[int, int, int]], tuple[Tensor, ...]]] = []
         """Of every step: which sequence each of its entries is, from which token on, and how many; and its results."""
 
     def run(self, requests: Sequence[Request], starts: Sequence[int]) -> ScoreOutput:
@@ -223,12 +224,9 @@ class Scoring:
 
     def _enqueue(self, chunk: Chunk) -> None:
         """Run one more window, and free the rows of those sequences that end with it."""
-        places, state = [self._running[row] for row in chunk.state_rows], self._runner.state
-        rows, window = self._runner.load(chunk)
+        places = [self._running[row] for row in chunk.state_rows]
         begins = [place.tokens.done - count for place, count in zip(places, chunk.forced, strict=True)]
-        given = torch.tensor(begins + [0] * (len(rows) - len(places)), dtype=state["start"].dtype, device="cpu")
-        scatter_state_(rows, [state["start"]], [uploaded(given, rows.device)])
-        results = self._runner.run(self._step, rows, window)
+        results = self._runner.score(self._pass, self._step, chunk, begins)
         reached = [(self._running[row], row, boundary) for row, boundary in chunk.reached]
         self._runner.memory.keep_states(
             ((place.reserved, place.tokens.tokens, row, boundary) for place, row, boundary in reached), target_only=True
@@ -258,17 +256,14 @@ class Scoring:
         logprobs = [torch.zeros(size, dtype=torch.float32, device="cpu") for size in sizes]
         is_greedy = [torch.zeros(size, dtype=torch.bool, device="cpu") for size in sizes]
         for told, results in self._results:
-            values, greedy, bad = (result.cpu() for result in results)
+            values, greedy, bad = (result.cpu() for result in results)  # of graphs, all are float32
             anywhere = bad.any(1).tolist()
             for (number, begin, count), own, best, broken in zip(told, values, greedy, anywhere, strict=False):
                 if broken:
                     self._runner.pages.forget()  # nobody shall find a NaN there
-                    raise NumericsError(
-                        f"The target's logits are NaN in sequence {number}. Check the weights and the dtype; the "
-                        "decoder itself is still usable."
-                    )
+                    raise self._runner.not_a_number(number)
                 logprobs[number][begin : begin + count] = own[:count]
-                is_greedy[number][begin : begin + count] = best[:count]
+                is_greedy[number][begin : begin + count] = best[:count].bool()
         cut = [
             [own[first:].clone() for own, first in zip(whole, starts, strict=True)] for whole in (logprobs, is_greedy)
         ]

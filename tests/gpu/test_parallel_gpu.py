@@ -199,10 +199,48 @@ def test_the_host_takes_part_in_steps(kind: str, k: int) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-def test_what_is_not_known_yet_is_refused(tmp_path: Path) -> None:
-    own = decoder("none")
-    with pytest.raises(InputError, match="score runs on one GPU"):
-        own.score(prompts(2))
+@pytest.mark.parametrize("logprobs", ["raw", "processed"])
+def test_tokens_are_scored_with_the_bits_that_they_were_drawn_with(logprobs: str) -> None:
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9} if logprobs == "processed" else {}
+    rows = list(range(0, 64, 3))
+    own = decoder("eagle3", 3)
+    out = own.generate(
+        [prompts()[row] for row in rows], max_new_tokens=40, seed=rows, eos_token_id=[], return_logprobs=logprobs,
+        **{"temperature": 1.0, **options},
+    )  # fmt: skip
+    assert out.logprobs is not None
+    for count in (len(rows), 5):  # in other company, too
+        joined = [torch.cat([prompts()[row], new]) for row, new in zip(rows, out.new_tokens, strict=True)][:count]
+        starts = [len(prompts()[row]) for row in rows][:count]
+        scored = own.score(joined, start=starts, logprobs=logprobs, **options)
+        assert all(map(torch.equal, scored.logprobs, out.logprobs))
+
+
+def test_a_model_on_the_cpu_gets_to_each_gpu_in_part() -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.bfloat16)
+    size = sum(weight.nbytes for weight in model.parameters())
+    before = [torch.cuda.memory_allocated(device) for device in DEVICES]
+    given = {"draft": {"kind": "none"}, "parallel": {"tensor": 2, "devices": [str(device) for device in DEVICES]}}
+    own = specgraph.compile_speculative(model, given)
+    grown = [torch.cuda.memory_allocated(device) - first for device, first in zip(DEVICES, before, strict=True)]
+    assert all(size / 2 < more < 0.9 * size for more in grown), (size, grown)
+    rows = list(range(0, 64, 5))
+    assert_equal_bits(run(own, rows, 1.0), [plain(1.0)[row] for row in rows])
+
+
+def test_a_gpu_that_waited_in_vain_is_named_and_the_next_call_begins_anew() -> None:
+    own = specgraph.compile_speculative(loaded_target(), {"draft": {"kind": "none"}, "parallel": {"tensor": 2}})
+    rows = [3, 4]
+    expected = run(own, rows, 0.0)
+    space = own._runners.idle
+    assert space is not None and isinstance(space.group, PeerGroup)
+    space.group.faults[1].fill_(1)
+    with pytest.raises(NumericsError, match="cuda:1 waited in vain for what another GPU of cuda:0, cuda:1 should"):
+        run(own, rows, 0.0)
+    assert_equal_bits(run(own, rows, 0.0), expected)
+
+
+def test_what_is_not_known_yet_is_refused() -> None:
     with pytest.raises(ConfigError, match="asks for 8 GPUs, and there are"):
         specgraph.compile_speculative(target(), {"parallel": {"tensor": 8}})
     with pytest.raises(ConfigError, match="without CUDA graphs"):

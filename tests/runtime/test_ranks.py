@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph import InputError, SpeculativeDecoder
+from specgraph import ConfigError, NumericsError, SpeculativeDecoder
+from specgraph.cli.loading import shared_place
 from specgraph.compiler import compile as compiling
+from specgraph.config import load_config
 from specgraph.kernels.peers import ThreadGroup, not_waiting
 from specgraph.runtime.execution import runner_pool
 from tests.decoding import compiled, in_a_stream_and_a_session
@@ -132,6 +134,56 @@ def test_the_host_takes_part_in_steps(ranks: Callable[..., SpeculativeDecoder], 
         assert not all(map(torch.equal, found.new_tokens, plain[0]))
 
 
-def test_scores_are_refused(ranks: Callable[..., SpeculativeDecoder]) -> None:
-    with pytest.raises(InputError, match="score runs on one GPU, and several share this target"):
-        ranks("none").score(PROMPTS)
+def test_tokens_are_scored_with_the_bits_that_they_were_drawn_with(ranks: Callable[..., SpeculativeDecoder]) -> None:
+    many = ranks("ngram", 3, cache={"prefill_chunk": 5, "block_size": 4})
+    settings: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.7, "top_k": 20})
+    for logprobs, options in zip(("raw", "processed"), settings, strict=True):
+        seeded = {"seed": 4} if options else {}
+        out = many.generate(PROMPTS, max_new_tokens=NEW, return_logprobs=logprobs, **options, **seeded)
+        scored = many.score(out, logprobs=logprobs, **options)
+        assert all(map(torch.equal, scored.logprobs, out.logprobs))
+        assert options or all(bool(row.all()) for row in scored.is_greedy)
+    one = compiled(shared_model("llama", dtype=torch.float64), "none").score(out)
+    assert all(map(torch.equal, many.score(out).logprobs, one.logprobs))
+
+
+def test_a_gpu_that_waited_in_vain_is_named_and_the_next_call_begins_anew(
+    ranks: Callable[..., SpeculativeDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = ranks("none")
+    expected = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    broken = many._runners.idle
+    assert broken is not None and isinstance(broken.group, ThreadGroup)
+    monkeypatch.setattr(broken.group, "waited_in_vain", lambda: ["cuda:1"])
+    monkeypatch.setattr(broken.group, "gather", lambda part, rank: [part * torch.nan] * COUNT)
+    for fails in (lambda: many.generate(PROMPTS, max_new_tokens=NEW), lambda: many.score(PROMPTS[:2])):
+        many._runners.idle = broken
+        with pytest.raises(NumericsError, match=r"cuda:1 waited in vain for what another GPU of cpu, cpu should"):
+            fails()
+    assert all(map(torch.equal, many.generate(PROMPTS, max_new_tokens=NEW).new_tokens, expected))
+
+
+def test_a_model_on_the_cpu_is_for_the_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+
+    def shared(device: str, **parallel: Any) -> list[str]:
+        config = load_config({"parallel": parallel})
+        return [str(gpu) for gpu in compiling.shared_gpus(config, torch.device(device))]
+
+    assert shared("cpu", tensor=2, devices=["cuda:1", "cuda:3"]) == ["cuda:1", "cuda:3"]
+    assert shared("cuda:1", tensor=3) == ["cuda:1", "cuda:0", "cuda:2"]
+    assert shared("cpu", tensor=2) == shared("cpu", tensor=2, devices=["cpu", "cpu"]) == []
+    with pytest.raises(ConfigError, match="begins with cuda:1, and the model is on cuda:0; move it there, or"):
+        shared("cuda:0", tensor=2, devices=["cuda:1", "cuda:0"])
+    with pytest.raises(ConfigError, match="GPUs, and there are 4"):
+        shared("cpu", tensor=2, devices=["cuda:0", "cuda:4"])
+
+
+def test_the_command_line_loads_a_shared_model_on_the_cpu() -> None:
+    config = load_config({"parallel": {"tensor": 2}})
+    assert shared_place(config, ("cuda:1", "auto")) == ("cpu", "auto")
+    assert config.parallel.devices == ["cuda:1", "cuda:2"]
+    for kept in ({}, {"tensor": 2, "devices": ["cpu", "cpu"]}):
+        assert shared_place(load_config({"parallel": kept}), ("cpu", "float32")) == ("cpu", "float32")
+    assert shared_place(load_config(None), ("cuda", "bfloat16")) == ("cuda", "bfloat16")

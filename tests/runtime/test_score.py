@@ -110,13 +110,13 @@ def test_few_logits_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) ->
     expected = decoder().score(given).logprobs
     monkeypatch.setattr(score, "MOST_LOGITS", 4 * VOCAB)
     rows: list[int] = []
-    run = score.Runner.run
+    run = score.Runner.scored
 
-    def counted(self: Any, step: Any, index: Tensor, window: Tensor) -> Any:
+    def counted(self: Any, step: Any, index: Tensor, window: Tensor, begins: Tensor) -> Any:
         rows.append(len(window) * (window.shape[1] - 1))
-        return run(self, step, index, window)
+        return run(self, step, index, window, begins)
 
-    monkeypatch.setattr(score.Runner, "run", counted)
+    monkeypatch.setattr(score.Runner, "scored", counted)
     assert_equal(decoder().score(given).logprobs, expected)
     assert max(rows) == 4
 

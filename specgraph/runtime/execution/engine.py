@@ -20,7 +20,7 @@ from specgraph.kernels.step.tokens import NAN_FOUND
 from specgraph.runtime.execution.pause import Pause, Paused
 from specgraph.runtime.execution.results import DraftTraceView
 from specgraph.runtime.execution.runner import Runner
-from specgraph.runtime.execution.steps import InFlightStep, Output, Step, not_a_number
+from specgraph.runtime.execution.steps import InFlightStep, Output, Step
 from specgraph.runtime.memory.pages import known_tokens, num_pages
 from specgraph.runtime.memory.state_rows import Admission
 from specgraph.runtime.requests.request import Request
@@ -343,7 +343,7 @@ class Engine:
         self._halt([*broken, *failed])
         if broken:
             self.pages.forget()  # nobody shall find a NaN there
-        outputs += [Output(s.number, finish_reason="error", error=not_a_number(s.number)) for s in broken]
+        outputs += [Output(s.number, finish_reason="error", error=self._runner.not_a_number(s.number)) for s in broken]
         begin, self._begin = self._begin, time.perf_counter()
         reused, self._reused_tokens = self._reused_tokens, 0
         seconds, drafts = self._begin - begin, under_way.drafts

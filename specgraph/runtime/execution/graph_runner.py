@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from specgraph.runtime.execution.inputs import load_inputs, padded_inputs
 from specgraph.runtime.execution.pause import Pause
@@ -20,6 +20,7 @@ from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.runtime.schedule.prompt_shapes import entries
 from specgraph.specialise.mode import Mode
 from specgraph.specialise.pause_step import PausedStep
+from specgraph.specialise.score_rows import ScoreRows
 
 
 class GraphRunner(Runner):
@@ -52,7 +53,7 @@ class GraphRunner(Runner):
         def fill(given: Tensor) -> None:
             given.copy_(staged(padded_inputs(chunk.inputs, count, width), given.device), non_blocking=True)
 
-        return Launch(self, shape, GraphRunner._load, fill)
+        return Launch(self, shape, lambda own: self.graph(own, GraphRunner._load), fill)
 
     def decoding(self, rows: Sequence[int]) -> Launch:
         """What :meth:`decode` runs."""
@@ -63,7 +64,24 @@ class GraphRunner(Runner):
                 given.copy_(self._upload(rows, count))
                 self._running[self._mode, count] = list(rows)
 
-        return Launch(self, Shape(self._mode, count), GraphRunner._lay_out, fill)
+        return Launch(self, Shape(self._mode, count), lambda own: self.graph(own, GraphRunner._lay_out), fill)
+
+    def scoring(self, pass_: ScoreRows, step: fx.GraphModule, chunk: Chunk, begins: Sequence[int]) -> Launch:
+        """What :meth:`score` runs, as a graph, where several GPUs run it together."""
+        count, width, _ = chunk.captured_shape(self.space.sizes.rows)
+        shape = Shape(Mode(pass_.logprobs, pass_.unused), count, width, scores=True)
+
+        def run(given: Tensor) -> Tensor:
+            return torch.stack(
+                [result.float() for result in self.scored(step, *self._load(given[:, :-1]), given[:, -1])]
+            )
+
+        def fill(given: Tensor) -> None:
+            inputs = padded_inputs(chunk.inputs, count, width + 1)
+            inputs[: len(begins), -1] = torch.tensor(begins, dtype=inputs.dtype, device="cpu")
+            given.copy_(staged(inputs, given.device), non_blocking=True)
+
+        return Launch(self, shape, lambda own: self.space.captured(own, step, run), fill)
 
     def graph(self, shape: Shape, read: ReadInput) -> Captured:
         """The graph of a shape. ``read`` turns its input into row index and window."""
@@ -113,18 +131,18 @@ class Launch:
     Attributes:
         runner: the GPU's.
         shape: that of the graph, and of its first half if the host takes part in the step.
-        read: turns the input of the graph into row index and window.
+        capture: gives the graph of a shape, which is captured if it is not there.
         fill: writes the input.
     """
 
     runner: GraphRunner
     shape: Shape
-    read: ReadInput
+    capture: Callable[[Shape], Captured]
     fill: Callable[[Tensor], None]
 
     def graph(self, half: int = 1) -> Captured:
-        """The graph of one half, which is captured if it is not there."""
-        return self.runner.graph(self.shape._replace(half=half), self.read)
+        """The graph of one half."""
+        return self.capture(self.shape._replace(half=half))
 
     @property
     def paused(self) -> PausedValues:
@@ -139,15 +157,12 @@ def run_together(launches: Sequence[Launch], pause: Pause | None) -> Results:
     all of them are replayed. In a pause, the host changes the logits of the first GPU, and the others get these.
     """
     own = launches[0]
-    graphs = [_on(launch, Launch.graph) for launch in launches]
+    graphs = graphs_of(launches)
     if pause is not None and not own.runner.space.has(own.shape._replace(half=2)):
         # What second halves are captured over must be defined. The inputs of the first ones name no sequence yet.
         _replay(launches, graphs)
-    seconds = [] if pause is None else [_on(launch, lambda each: each.graph(2)) for launch in launches]
-    for launch, graph in zip(launches, graphs, strict=True):
-        with launch.runner.active():
-            launch.fill(graph.given)
-    _replay(launches, graphs)
+    seconds = [] if pause is None else graphs_of(launches, 2)
+    fill_and_replay(launches, graphs)
     if pause is None:
         return own.runner.send(graphs[0].packed)
     pause.prepare()
@@ -160,9 +175,21 @@ def run_together(launches: Sequence[Launch], pause: Pause | None) -> Results:
     return own.runner.send(seconds[0].packed)
 
 
-def _on(launch: Launch, function: Callable[[Launch], Captured]) -> Captured:
-    with launch.runner.active():
-        return function(launch)
+def graphs_of(launches: Sequence[Launch], half: int = 1) -> list[Captured]:
+    """The graph of every GPU, all of which are there then."""
+    graphs = []
+    for launch in launches:
+        with launch.runner.active():
+            graphs.append(launch.graph(half))
+    return graphs
+
+
+def fill_and_replay(launches: Sequence[Launch], graphs: Sequence[Captured]) -> None:
+    """Write the inputs of a step on every GPU, and replay its graphs."""
+    for launch, graph in zip(launches, graphs, strict=True):
+        with launch.runner.active():
+            launch.fill(graph.given)
+    _replay(launches, graphs)
 
 
 def _replay(launches: Sequence[Launch], graphs: Sequence[Captured]) -> None:

@@ -8,10 +8,13 @@ GPUs (:mod:`specgraph.kernels.peers`), so no GPU is given one before all of them
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+from torch import Tensor, fx
+
+from specgraph.errors import NumericsError
 from specgraph.kernels.peers import exchanging
-from specgraph.runtime.execution.graph_runner import GraphRunner, run_together
+from specgraph.runtime.execution.graph_runner import GraphRunner, fill_and_replay, graphs_of, run_together
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
 from specgraph.runtime.execution.workspace import Workspace
@@ -19,13 +22,15 @@ from specgraph.runtime.memory.state_rows import Admission
 from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
+from specgraph.specialise.score_rows import ScoreRows
+from specgraph.specialise.step_cache import StepCache
 
 
 class RanksRunner(GraphRunner):
     """The runner of the first GPU, which lets those of the others do the same."""
 
-    def __init__(self, space: Workspace, steps: Sequence[Callable[[Mode], StepModule]]) -> None:
-        """``space`` is the first GPU's and has those of the others, whose steps come from ``steps``, by mode."""
+    def __init__(self, space: Workspace, steps: Sequence[StepCache]) -> None:
+        """``space`` is the first GPU's and has those of the others, whose steps are in ``steps``."""
         super().__init__(space)
         self._others = [GraphRunner(other) for other in space.others]
         self._steps = steps
@@ -51,9 +56,9 @@ class RanksRunner(GraphRunner):
     def use(self, mode: Mode, step: StepModule) -> None:
         """On every GPU, the variant of its own step."""
         super().use(mode, step)
-        for other, make_step in zip(self._others, self._steps, strict=True):
+        for other, own in zip(self._others, self._steps, strict=True):
             with other.active():
-                other.use(mode, make_step(mode))
+                other.use(mode, own.step(mode))
 
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """On every GPU."""
@@ -63,12 +68,34 @@ class RanksRunner(GraphRunner):
         """On every GPU."""
         return run_together([runner.decoding(rows) for runner in (self, *self._others)], pause)
 
+    def score(self, pass_: ScoreRows, step: fx.GraphModule, chunk: Chunk, begins: Sequence[int]) -> tuple[Tensor, ...]:
+        """On every GPU, as a graph; all results are float32."""
+        runners, steps = [self, *self._others], [step, *(own.scoring(pass_) for own in self._steps)]
+        launches = [runner.scoring(pass_, own, chunk, begins) for runner, own in zip(runners, steps, strict=True)]
+        graphs = graphs_of(launches)
+        fill_and_replay(launches, graphs)
+        return graphs[0].packed.clone().unbind()  # the next step overwrites them
+
     def keep_drafts(self, rows: Sequence[int], count: int) -> None:
         """On every GPU."""
         super().keep_drafts(rows, count)
         for other in self._others:
             with other.active():
                 other.keep_drafts(rows, count)
+
+    def not_a_number(self, number: int) -> NumericsError:
+        """The error says so if a GPU has waited in vain. No other request gets its workspace then."""
+        group = self.space.group
+        assert group is not None, "several GPUs have a group"
+        late = group.waited_in_vain()
+        if not late:
+            return super().not_a_number(number)
+        self.space.broken = True
+        return NumericsError(
+            f"Sequence {number} has no tokens any more: {', '.join(map(str, late))} waited in vain for what another "
+            f"GPU of {', '.join(map(str, group.devices))} should have sent. Look what else runs on these GPUs, and "
+            "whether they report errors (nvidia-smi); the next call begins anew."
+        )
 
     def close(self) -> None:
         """Wait for all GPUs."""

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from specgraph.errors import NumericsError
 from specgraph.kernels.launch import counts_arrivals_in, own_counters
 from specgraph.kernels.state import CONFIDENCE, ROWS
-from specgraph.kernels.step import gather_state
+from specgraph.kernels.step import gather_state, scatter_state_
 from specgraph.kernels.step.results import pack_results
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.execution.pause import Pause
@@ -31,6 +32,7 @@ from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
 from specgraph.specialise.pack_rows import CAPACITY
 from specgraph.specialise.pause_step import PausedStep
+from specgraph.specialise.score_rows import ScoreRows
 
 
 class Runner:
@@ -100,9 +102,19 @@ class Runner:
         """Set the row counts of a chunk's sequences, and give its row index and its windows, both on the device."""
         return load_chunk(self.state, chunk, self._least)
 
-    def run(self, step: fx.GraphModule, rows: Tensor, window: Tensor) -> Any:
-        """What a variant of the step returns that is run as it is, whatever is captured."""
-        return step(**self._given(rows, window))
+    def score(self, pass_: ScoreRows, step: fx.GraphModule, chunk: Chunk, begins: Sequence[int]) -> tuple[Tensor, ...]:
+        """What the step ``step`` of ``pass_`` says of a chunk's sequences, whose windows begin at ``begins``: see
+        :class:`~specgraph.kernels.verify.score.Scored`. It is run as it is, whatever is captured.
+        """
+        rows, window = self.load(chunk)
+        given = torch.tensor([*begins, *[0] * (len(rows) - len(begins))], dtype=torch.int64, device="cpu")
+        return self.scored(step, rows, window, uploaded(given, rows.device))
+
+    def scored(self, step: fx.GraphModule, rows: Tensor, window: Tensor, begins: Tensor) -> tuple[Tensor, ...]:
+        """The results of :meth:`score`, where everything is on the device."""
+        scatter_state_(rows, [self.state["start"]], [begins.to(self.state["start"].dtype)])
+        results: tuple[Tensor, ...] = step(**self._given(rows, window))
+        return results
 
     def _given(self, rows: Tensor, window: Tensor, capacity: int | None = None) -> dict[str, Any]:
         """All inputs of a step."""
@@ -129,6 +141,13 @@ class Runner:
         """Let the next step verify no more than ``count`` drafts of each of the sequences ``rows``."""
         index, num_rows = self._upload(rows, len(rows)), self.state["num_rows"]
         num_rows[index] = num_rows[index].clamp(max=count + 1)
+
+    def not_a_number(self, number: int) -> NumericsError:
+        """The error of sequence ``number``, whose logits are not numbers."""
+        return NumericsError(
+            f"The target's logits are NaN in sequence {number}, unless its logits processors have made them so. Check "
+            "the weights and the dtype; the decoder itself is still usable."
+        )
 
     def close(self) -> None:
         """Wait for what is under way; the state is free then.

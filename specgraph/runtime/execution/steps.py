@@ -100,14 +100,6 @@ class InFlightStep:
         return (first, errors[first]) if first < count else (count, None)
 
 
-def not_a_number(number: int) -> NumericsError:
-    """The error of a sequence whose logits are not numbers."""
-    return NumericsError(
-        f"The target's logits are NaN in sequence {number}, unless its logits processors have made them so. Check the "
-        "weights and the dtype; the decoder itself is still usable."
-    )
-
-
 def no_token(sequence: ActiveSequence, count: int) -> SpecgraphError:
     """The error of a sequence that has no token to go on with, ``count`` tokens behind what it has emitted."""
     new = len(sequence.new_tokens) + count

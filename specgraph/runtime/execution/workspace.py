@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specgraph.ir.program import Program
 from specgraph.kernels.launch import new_counters
-from specgraph.kernels.peers import PeerGroup
+from specgraph.kernels.peers import PeerGroup, ThreadGroup
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.kernels.step.results import num_columns
 from specgraph.runtime.execution.cuda_graphs import GraphPool
@@ -44,6 +44,7 @@ class Shape(NamedTuple):
         width: the columns of its windows, if it runs prompts; None for a decode step, whose windows are in the state.
         capacity: how many rows all sequences have together, if it runs prompts.
         half: 2 for what comes behind the pause of a step, which is a graph of its own.
+        scores: whether it scores given tokens. A column more of its input then says where windows begin.
     """
 
     mode: Mode
@@ -51,12 +52,14 @@ class Shape(NamedTuple):
     width: int | None = None
     capacity: int | None = None
     half: int = 1
+    scores: bool = False
 
     def idle_input(self) -> Tensor:
-        """An input of that step without sequences, on the host: a row index ``[b]``, or a chunk's ``[b, 3 + W]``."""
+        """An input of that step without sequences, on the host: a row index ``[b]``, or a chunk's ``[b, 3 + W]``, or
+        ``[b, 4 + W]`` if it scores."""
         if self.width is None:
             return torch.full((self.entries,), -1, dtype=torch.int64, device="cpu")
-        return padded_inputs(torch.empty(0, 3, dtype=torch.int64, device="cpu"), self.entries, self.width)
+        return padded_inputs(torch.empty(0, 3, dtype=torch.int64, device="cpu"), self.entries, self.width + self.scores)
 
 
 class PausedValues(NamedTuple):
@@ -84,6 +87,7 @@ class Workspace(StateMemory):
         paused: what the first halves of steps that pause have left.
         others: those of other GPUs that share the target, for the same sequences and pages.
         group: where these GPUs meet; None if there is one.
+        broken: whether one of them has waited in vain, behind which sums are not right any more.
     """
 
     def __init__(self, program: Program, sizes: StateSizes, pages: PagePool, pool: GraphPool) -> None:
@@ -97,7 +101,8 @@ class Workspace(StateMemory):
         self._graphs: dict[Shape, Captured] = {}
         self.paused: dict[Shape, PausedValues] = {}
         self.others: list[Workspace] = []
-        self.group: PeerGroup | None = None
+        self.group: PeerGroup | ThreadGroup | None = None
+        self.broken = False
         self._initializers: dict[int, Captured] = {}
         """By the number of sequences that begin."""
         self._weights: dict[int, Tensor] = {}
