@@ -16,7 +16,7 @@ from specgraph.drafters.registry import drafter_class
 from specgraph.plots import draw_times, new_figure, save
 from specgraph.tables import text_table
 
-GB = 1e9
+GB, MB = 1e9, 1e6
 
 
 class Cell(NamedTuple):

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.models import random_head
-from specgraph.bench.report import GB, Cell, Row
+from specgraph.bench.report import GB, MB, Cell, Row
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig
 from specgraph.config.draft import LOOKUPS
 from specgraph.drafters.base import DraftHead
 from specgraph.errors import ConfigError
-from specgraph.ir.traffic import STAGE, state_size, step_traffic
+from specgraph.ir.traffic import STAGE, sent_bytes, state_size, step_traffic
 from specgraph.runtime.decoder import SpeculativeDecoder
 
 
@@ -107,6 +107,7 @@ def _measure(
       fewer than K; otherwise they are measured.
     - the bytes of weights, and of keys and values, that one step must read, and those of recurrent state that it must
       read and write
+    - the bytes that a GPU sends to others that share the target
     - the memory that the recurrent state of one sequence takes, with the rows behind it
     - the time that moving these bytes takes at the measured bandwidth, and the ratio of the time to this limit
     - the seconds of ``compile_speculative`` and of the first steps
@@ -123,6 +124,7 @@ def _measure(
     first = time.perf_counter() - begin
     timed = time_steps(decoder, prompts, k, options)
     traffic = step_traffic(program, batch, timed.context, k, timed.tokens_per_step)
+    shared = len(decoder.ranks) > 1
     seconds, limit = statistics.median(timed.seconds), traffic.total / bandwidth
     rate = decoder.config.verify.acceptance_rate
     synthetic = decoder.config.verify.rule == "synthetic" and not _looks_up(decoder.config.draft)
@@ -141,6 +143,7 @@ def _measure(
             "draft_bytes": Cell(traffic.draft_weights, "draft GB", ".3f", GB),
             "cache_bytes": Cell(traffic.cache, "cache GB", ".3f", GB),
             "state_bytes": Cell(traffic.state, "state GB", ".3f", GB),
+            "sent_bytes": Cell(sent_bytes(program, batch * (k + 1)), "sent MB" * shared, ".3f", MB),
             "sequence_bytes": Cell(state_size(program), "state GB/seq", ".3f", GB),
             "limit_ms": Cell(1e3 * limit, "limit ms", ".3f"),
             "ratio": Cell(seconds / limit, "ms/limit", ".2f"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -224,6 +225,19 @@ def devices() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         yield Finding(f"GPU {index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute "
                                       f"capability {properties.major}.{properties.minor}")  # fmt: skip
+    if torch.cuda.device_count() > 1:
+        yield _reach(torch.cuda.device_count(), torch.cuda.can_device_access_peer)
+
+
+def _reach(count: int, reaches: Callable[[int, int], bool]) -> Finding:
+    """Whether every GPU reaches the memory of every other one, as those do that share a target."""
+    pairs = itertools.combinations(range(count), 2)
+    apart = [f"{a} and {b}" for a, b in pairs if not (reaches(a, b) and reaches(b, a))]
+    if not apart:
+        return Finding("several GPUs", f"all {count} reach each other's memory, so they can share a target (parallel)")
+    return Finding(
+        "several GPUs", f"{', '.join(apart)} cannot reach each other's memory, so they cannot share a target"
+    )
 
 
 _CUDA_ADVICE = "If this machine has a GPU, install PyTorch with CUDA, as https://pytorch.org says."

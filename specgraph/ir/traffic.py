@@ -149,6 +149,17 @@ def state_size(program: Program) -> int:
     return sum(buffer.row_bytes({}) for buffers in ops for buffer in buffers)
 
 
+def sent_bytes(program: Program, rows: int) -> int:
+    """The bytes that one of several devices sends to the others in a step with so many rows of the target: its part of
+    every sum, to each of them. 0 if the target runs on one device.
+    """
+    graph, total = program.modules.unchanged["target"].graph, 0
+    for node in graph.find_nodes(op="call_function", target=torch.ops.specgraph.all_reduce_rank.default):
+        value = node.meta["val"]
+        total += value.shape[-1] * value.element_size() * (cast(int, node.kwargs["world_size"]) - 1)
+    return rows * total
+
+
 def step_reads(program: Program) -> list[CallReads]:
     """The reads of every call of a module in the step graph, in order."""
     found: dict[str, Reads] = {}

@@ -105,6 +105,11 @@ def test_the_ways_of_a_gpu_are_what_the_ops_choose(is_hopper: bool, monkeypatch:
     assert "cpu" not in found and {"nvfp4", "int4_zeros", "fp8_static"} <= {*found["whole"]}
 
 
+def test_it_says_which_gpus_cannot_share_a_target() -> None:
+    assert doctor._reach(3, lambda a, b: True).text.startswith("all 3 reach each other's memory")
+    assert doctor._reach(3, lambda a, b: (a, b) != (2, 0)).text.startswith("0 and 2 cannot reach each other's memory")
+
+
 def test_every_optional_package_has_a_purpose(capsys: pytest.CaptureFixture[str]) -> None:
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).parents[2] / "setup.cfg")

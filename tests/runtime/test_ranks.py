@@ -15,6 +15,7 @@ from specgraph import ConfigError, NumericsError, SpeculativeDecoder
 from specgraph.cli.loading import shared_place
 from specgraph.compiler import compile as compiling
 from specgraph.config import load_config
+from specgraph.ir.traffic import STAGE, sent_bytes
 from specgraph.kernels.peers import ThreadGroup, not_waiting
 from specgraph.runtime.execution import runner_pool
 from tests.decoding import compiled, in_a_stream_and_a_session
@@ -145,6 +146,14 @@ def test_tokens_are_scored_with_the_bits_that_they_were_drawn_with(ranks: Callab
         assert options or all(bool(row.all()) for row in scored.is_greedy)
     one = compiled(shared_model("llama", dtype=torch.float64), "none").score(out)
     assert all(map(torch.equal, many.score(out).logprobs, one.logprobs))
+
+
+def test_bytes_that_are_sent_to_other_devices(ranks: Callable[..., SpeculativeDecoder]) -> None:
+    many, one = ranks("none"), compiled(shared_model("llama", dtype=torch.float64), "none")
+    text = many.model.config
+    sums = 2 * text.num_hidden_layers  # behind attention and behind the MLP
+    assert sent_bytes(many.stages[STAGE], 3) == 3 * sums * text.hidden_size * 8 * (COUNT - 1)
+    assert sent_bytes(one.stages[STAGE], 3) == 0
 
 
 def test_a_gpu_that_waited_in_vain_is_named_and_the_next_call_begins_anew(
