@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.numerics import check_drafts, compare_stages
-from specgraph.compiler.selfcheck import check_draft, self_check
+from specgraph.compiler.selfcheck import check_draft, self_check, short_self_check
 from specgraph.compiler.text_models import text_model
 from specgraph.config import Config, ConfigLike, check_no_keys, choose_lowering, load_config, settle_lowering
 from specgraph.drafters.base import Drafter, DraftHead, DraftLike, Target
@@ -119,7 +119,11 @@ def compile_speculative(
         notes += [*made.notes, f"lowering: {lowering}, because {reason}"]
         progress.advance(1, "comparing cached decoding with the model")
         if config.debug.self_check:
-            notes.append(self_check(model, target, limits, config, config.parallel.tensor))
+            if gpus and model.device.type == "cpu":
+                with current(place):
+                    notes.append(short_self_check(model, target, limits, config, gpus))
+            else:
+                notes.append(self_check(model, target, limits, config, config.parallel.tensor))
             if made.model is not None and made.traced is not None:
                 notes.append(self_check(made.model, made.traced, limits, config))
             else:

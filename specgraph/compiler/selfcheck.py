@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specgraph.compiler.first_layers import first_layers
 from specgraph.config import Config
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import NumericsError, UnsupportedModelError
@@ -82,6 +84,21 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
         f"cached decoding of {traced.info.name}{shared} agrees with its own forward over {length} random tokens"
         f"{precision}{crossed}"
     )
+
+
+def short_self_check(
+    model: PreTrainedModel, traced: TracedModel, limits: Limits, config: Config, devices: Sequence[torch.device]
+) -> str:  # fmt: skip
+    """:func:`self_check` for a model on the CPU of which GPUs are to run parts: on the first of these, of a copy with
+    the model's first layers. Where that copy cannot be made, or is refused, the whole model decides, on the CPU.
+    """
+    short = first_layers(model, devices[0])
+    if short is not None:
+        layers, count = (each.config.get_text_config().num_hidden_layers for each in (short, model))
+        with contextlib.suppress(UnsupportedModelError):
+            line = self_check(short, trace(short, config.max_length), limits, config, len(devices))
+            return f"{line}, of a copy with its first {layers} of {count} layers, on {devices[0]}"
+    return self_check(model, traced, limits, config, len(devices))
 
 
 def _wider(traced: TracedModel) -> torch.dtype | None:

@@ -1,0 +1,54 @@
+"""A copy of a model with its first layers alone, which runs where the whole model does not fit."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specgraph.ir.exporting import own_copy
+
+
+def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel | None:
+    """``model`` with so many of its first layers that there is one of every kind, two at least; weights on ``device``.
+
+    Layers are of one kind if they consist of the same classes, and if the configuration's lists, such as
+    ``layer_types``, say the same of them. The model itself stays as it is. None if its layers are not found, which are
+    a list of as many modules as the configuration says, or if all of them are needed.
+    """
+    made = own_copy(model)
+    config: Any = made.config.get_text_config()
+    count = config.num_hidden_layers
+    lists = [(owner, name, each) for owner in made.modules() for name, each in owner.named_children()
+             if isinstance(each, nn.ModuleList) and len(each) == count]  # fmt: skip
+    if len(lists) != 1:
+        return None
+    owner, name, layers = lists[0]
+    by_layer = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
+    kinds = [
+        (tuple(map(type, layer.modules())), repr([value[index] for value in by_layer.values()]))
+        for index, layer in enumerate(layers)
+    ]
+    keep = max(2, 1 + max(map(kinds.index, kinds)))
+    if keep >= count:
+        return None
+    setattr(owner, name, cast(nn.ModuleList, layers[:keep]))
+    config.num_hidden_layers = keep
+    for key, value in by_layer.items():
+        setattr(config, key, value[:keep])
+    _move(made, device)
+    return made
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Give a module tensors on ``device`` in place of its own, which are another module's, too."""
+    moved: dict[int, Tensor] = {}
+    for one in module.modules():
+        for held in (one._parameters, one._buffers, vars(one)):
+            for key, value in held.items():
+                if isinstance(value, Tensor):
+                    there = value.detach().to(device)
+                    there = nn.Parameter(there, requires_grad=False) if isinstance(value, nn.Parameter) else there
+                    held[key] = moved.setdefault(id(value), there)
