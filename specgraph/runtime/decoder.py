@@ -88,10 +88,11 @@ class SpeculativeDecoder:
         self._reader = RequestParser(defaults, limits, guard, tokenizers, grammars, token_types, draws)
         self._step_cache = StepCache(self._program, self.stages, self._reports, list(callbacks))
         self.ranks = [self.stages, *(Stages(own) for own, _ in others)]
+        self._reports_of_others = [list(told) for _, told in others]
         programs = [list(own.values())[-1] for own in self.ranks[1:]]
         caches = [
-            StepCache(program, own, list(told), list(callbacks))
-            for program, own, (_, told) in zip(programs, self.ranks[1:], others, strict=True)
+            StepCache(program, own, told, list(callbacks))
+            for program, own, told in zip(programs, self.ranks[1:], self._reports_of_others, strict=True)
         ]
         self._runners = RunnerPool(self._program, config.max_batch_size, config.cache, others=programs, steps=caches)
         self._engines = EngineFactory(self._program, config, self._runners, self._step_cache.step)
@@ -317,12 +318,18 @@ class SpeculativeDecoder:
     def dump(self, folder: str | Path, *, weights: bool | None = None) -> Path:
         """Write one numbered folder per pass with runnable Python, and ``report.md``. See :func:`specgraph.dump.dump`.
 
+        Where several GPUs share the target, those are of the first, and ``device_1`` and so on are dumps of the others.
         ``weights`` saves the parameters beside the graphs; None does so up to 256 MB.
         """
         from specgraph.dump import dump
 
-        record = report_record(self.stages, self._reports, self._notes, self.config.verify.rule)
-        return dump(self.stages, folder, report=self.report(), record=record, weights=weights)
+        rule = self.config.verify.rule
+        record = report_record(self.stages, self._reports, self._notes, rule)
+        written = dump(self.stages, folder, report=self.report(), record=record, weights=weights)
+        for rank, (stages, reports) in enumerate(zip(self.ranks[1:], self._reports_of_others, strict=True), 1):
+            record, report = report_record(stages, reports, [], rule), render_report(stages, reports, [])
+            dump(stages, written / f"device_{rank}", report=report, record=record, weights=weights)
+        return written
 
     def __reduce__(self) -> Any:
         raise InputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +147,18 @@ def test_tokens_are_scored_with_the_bits_that_they_were_drawn_with(ranks: Callab
         assert options or all(bool(row.all()) for row in scored.is_greedy)
     one = compiled(shared_model("llama", dtype=torch.float64), "none").score(out)
     assert all(map(torch.equal, many.score(out).logprobs, one.logprobs))
+
+
+def test_a_dump_has_the_programs_of_every_device(ranks: Callable[..., SpeculativeDecoder], tmp_path: Path) -> None:
+    many = ranks("none")
+    for _ in range(2):  # a dump replaces an earlier one
+        many.dump(tmp_path / "graphs")
+    other = tmp_path / "graphs" / "device_1"
+    assert [path.name for path in sorted(other.glob("0*"))] == [path.name for path in sorted(other.parent.glob("0*"))]
+    shard = next(other.glob("*_shard"))
+    written = "".join(path.read_text() for path in shard.glob("*.py"))
+    assert "rank=1, world_size=2" in written and "rank=0" not in written
+    assert "this is the graph of device 1" in (other / "report.md").read_text()
 
 
 def test_bytes_that_are_sent_to_other_devices(ranks: Callable[..., SpeculativeDecoder]) -> None:
