@@ -116,7 +116,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", help="the checkpoint's on a GPU, and float32 on a CPU, if left out")
     parser.add_argument("--config", default="{}", help='for the decoder, as JSON: {"max_batch_size": 32}')
     parser.add_argument("--max-waiting", type=int, default=256, help="requests that may wait for a row")
-    parser.add_argument("--replicas", type=int, default=1, help="decoders, each with a GPU of its own if there are any")
+    parser.add_argument("--replicas", type=int, default=1, help="decoders, each with GPUs of its own if there are any")
     parser.add_argument("--host", default="127.0.0.1", help="other hosts can connect only if this is not the default")
     parser.add_argument("--port", type=int, default=8000)
     return parser.parse_args()
@@ -140,7 +140,8 @@ def main() -> None:
     check(given)
     ray.init(include_dashboard=False)
     serve.start(http_options={"host": given.host, "port": given.port})
-    gpus = {"num_gpus": min(1, ray.cluster_resources().get("GPU", 0))}
+    wanted = load_config(json.loads(given.config)).parallel.tensor
+    gpus = {"num_gpus": wanted if ray.cluster_resources().get("GPU", 0) else 0}
     endpoint = Endpoint.options(num_replicas=given.replicas, ray_actor_options=gpus)
     serve.run(endpoint.bind(given, key), blocking=True)
 

@@ -1,4 +1,4 @@
-"""Decodes prompts in several processes with Ray Data: each has a decoder, and a GPU of its own if there are any.
+"""Decodes prompts in several processes with Ray Data: each has a decoder, and GPUs of its own if there are any.
 
 It makes no difference which process decodes a prompt, because its seed goes with it. If a process dies, Ray starts
 another one, which decodes again what the first had not handed over.
@@ -17,6 +17,7 @@ from typing import Any
 from specgraph.cli.check_options import decoder_options
 from specgraph.cli.decode_prompts import InOrder, Outcome, Prompt, draw_seeds, reads_seeds
 from specgraph.cli.keys import GenerateConfig
+from specgraph.cli.loading import shared_place
 from specgraph.cli.writers import Writer
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -75,7 +76,7 @@ class Worker:
         })  # fmt: skip
 
     def _compiled(self) -> Any:
-        options, (device, dtype) = self._job.options, self._job.place
+        options, (device, dtype) = self._job.options, shared_place(self._job.config, self._job.place)
         model: Any = load_causal_lm(options.model, dtype, f"model={options.model}", options.trust_remote_code)
         return compile_speculative(model.to(device), self._job.config)
 
@@ -107,7 +108,7 @@ def decode_with_ray(job: Job, prompts: Sequence[Prompt], write: Writer | None = 
 def _answers(job: Job, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The rows of the workers' tables, each as soon as a worker has handed it over."""
     ray = _library()
-    gpus = int(job.place[0].startswith("cuda"))
+    gpus = job.config.parallel.tensor if job.place[0].startswith("cuda") else 0
     workers = _workers(job.options.workers, ray.cluster_resources(), gpus)
     size = min(ROUNDS * job.config.max_batch_size, -(-len(prompts) // workers))
     data = ray.data.from_arrow(list(_tables(prompts, seeds, size)))
@@ -147,12 +148,15 @@ def _tables(prompts: Sequence[Prompt], seeds: Sequence[int], size: int) -> Itera
 
 
 def _workers(asked: int | None, there: dict[str, float], gpus: int) -> int:
-    """The number of workers. The default is one per GPU, or one on a CPU."""
-    kind = "GPU" if gpus else "CPU"
-    most = int(there.get(kind, 0))
+    """The number of workers with so many ``gpus`` each. By default, as many as there is room for, or one on a CPU."""
+    kind, takes = ("GPU", gpus) if gpus else ("CPU", 1)
+    most = int(there.get(kind, 0)) // takes
     wanted = asked if asked is not None else max(1, most) if gpus else 1
     if wanted > most:
-        raise ConfigError(f"workers={wanted}, but Ray has {most} {kind}s, and each worker takes one; ask for fewer.")
+        raise ConfigError(
+            f"workers={wanted}, but Ray has {int(there.get(kind, 0))} {kind}s, and each worker takes "
+            f"{'one' if takes == 1 else takes}; ask for fewer."
+        )
     return wanted
 
 

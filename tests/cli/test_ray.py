@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specgraph.cli import main
-from specgraph.cli.ray_workers import _own
+from specgraph.cli.ray_workers import _own, _workers
 from specgraph.errors import ConfigError, InputError
 from tests.ray_workers import Killer, records
 
@@ -79,6 +79,13 @@ def test_the_example_gives_the_answers_of_one_process(
 def test_keys_that_do_not_go_together(keys: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", *KEYS, *keys]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_workers_of_several_gpus() -> None:
+    there = {"GPU": 5.0, "CPU": 8.0}
+    assert _workers(None, there, 2) == 2 and _workers(1, there, 2) == 1 and _workers(None, there, 0) == 1
+    with pytest.raises(ConfigError, match="workers=3, but Ray has 5 GPUs, and each worker takes 2; ask for fewer"):
+        _workers(3, there, 2)
 
 
 def test_more_workers_than_ray_has_room_for_are_refused(ray: Any, capsys: pytest.CaptureFixture[str]) -> None:
