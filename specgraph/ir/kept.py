@@ -22,6 +22,7 @@ import contextlib
 import enum
 import functools
 import hashlib
+import operator
 import sys
 import sysconfig
 from collections import OrderedDict
@@ -29,7 +30,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -101,7 +102,7 @@ class _Key:
         self._tensors = tensors
         self._numbers: dict[int, int] = {}
         self._storages: dict[int, int] = {}
-        self._code: dict[str, Hashable] = {}
+        self._code: dict[str, _Note] = {}
 
     def of(self, values: tuple[Any, ...]) -> Hashable:
         """The key, with the code and the settings of the process on which an export depends."""
@@ -184,18 +185,51 @@ class _Key:
 
     def _note(self, name: str, owner: object) -> None:
         """Note what a class, or a Python module, calls by which names."""
-        if name in self._code:
-            return
-        # A package gets a name for each of its modules that is imported, at any time.
-        named = {
-            key: value
-            for key, value in dict(vars(owner)).items()
-            if not isinstance(value, ModuleType) and key not in _FILLED_IN
-        }
-        if not name.startswith("specgraph."):
-            for value in named.values():
-                _check_code(value, installed=not isinstance(owner, type))
-        self._code[name] = tuple((key, _noted(value)) for key, value in named.items())
+        if name not in self._code:
+            self._code[name] = _note_of(name, owner)
+
+
+class _Note:
+    """A part of a key that is compared by its content where it is not the same object, and hashed once."""
+
+    latest: ClassVar[dict[str, tuple[list[object], list[Hashable], _Note]]] = {}
+    """By the name of a class or a Python module its note, and what it was made of: objects, and what tables hold.
+    A variable of this Python module would be part of the note of this Python module."""
+
+    def __init__(self, content: Hashable) -> None:
+        self._content, self._hash = content, hash(content)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Note) and self._content == other._content)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _note_of(name: str, owner: object) -> _Note:
+    """What a class, or a Python module, calls by which names. As long as that is the same, so is the note."""
+    # A package gets a name for each of its modules that is imported, at any time.
+    named = {
+        key: value
+        for key, value in dict(vars(owner)).items()
+        if not isinstance(value, ModuleType) and key not in _FILLED_IN
+    }
+    parts: list[object] = [*named, *named.values()]
+    tables: list[Hashable] = []
+    for value in named.values():
+        if type(value) is FunctionType:
+            parts += value.__code__, value.__defaults__
+        elif isinstance(value, dict | list | tuple):
+            tables.append(_noted(value))
+    known = _Note.latest.get(name)
+    if known and len(known[0]) == len(parts) and all(map(operator.is_, known[0], parts)) and known[1] == tables:
+        return known[2]
+    if not name.startswith("specgraph."):
+        for value in named.values():
+            _check_code(value, installed=not isinstance(owner, type))
+    note = _Note(tuple((key, _noted(value)) for key, value in named.items()))
+    _Note.latest[name] = parts, tables, note
+    return note
 
 
 def _settings() -> Hashable:
