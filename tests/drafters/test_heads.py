@@ -134,7 +134,8 @@ def _rows(module: torch.nn.Module, tokens: Tensor, hidden: Tensor) -> Tensor:
 
 # The detectors
 
-AXES = {"name": DRAFTS, "parallel": (False, True), "k": (1, 4, 7), "rule": ("strict", "probabilistic")}
+AXES = {"name": DRAFTS, "parallel": (False, True), "k": (1, 4), "rule": ("strict", "probabilistic")}
+"""Seven drafts are verified below, and sixteen in the batch near the end and in ``test_eagle.py``."""
 CASES = [Case(f"{name}, parallel" if parallel else name, k, rule)
          for name, parallel, k, rule in cover(product(AXES), (0, 2))]  # fmt: skip
 
@@ -144,10 +145,7 @@ class TestDrafts(CachedDraftContract):
     target = staticmethod(target)
     oracle = staticmethod(oracle)
     PASSES: ClassVar = {"parallel": True}
-    CASES = tuple(dict.fromkeys((
-        *CASES, Case("two qwen3 layers", 16), Case("two qwen3 layers, parallel", 16), Case("plain", 4),
-        Case("plain, parallel", 4),
-    )))  # fmt: skip
+    CASES = tuple(dict.fromkeys((*CASES, Case("plain", 4), Case("plain, parallel", 4))))
     REAL = (
         Case("two qwen3 layers", 4), Case("two qwen3 layers, parallel", 7, "probabilistic"), Case("pard", 4, "block"),
         Case("pard, parallel", 4, "probabilistic"),
@@ -223,14 +221,14 @@ def _expected() -> list[Tensor]:
     return _decode(compiled(gemma(), "none", 1))
 
 
-KINDS = {"k": (1, 3, 7), "kind": ("eagle3", "draft_model"), "parallel": (False, True)}
+KINDS = {"k": (1, 7), "kind": ("eagle3", "draft_model"), "parallel": (False, True)}
 
 
 @pytest.mark.parametrize([*KINDS], cover(product(KINDS), (0, 1)))
 def test_tokens_are_those_of_plain_decoding(kind: str, parallel: bool, k: int) -> None:
     """For a target that caps its logits; ``test_matrix`` has others."""
     options = {"kind": kind, "num_speculative_tokens": k, "parallel": parallel, "mask_token_id": MASK}
-    config = {**CONFIG, "draft": options, "pipeline": {"verify": k == 3}}
+    config = {**CONFIG, "draft": options, "pipeline": {"verify": k == 7}}
     tested = specgraph.compile_speculative(gemma(), config, draft=gemma_draft(kind))
     assert any(not torch.equal(greedy, drawn) for greedy, drawn in zip(_expected()[:4], _expected()[4:], strict=True))
     assert_same_tokens(gemma(), GREEDY_AND_DRAWN, _decode(tested), _expected())
