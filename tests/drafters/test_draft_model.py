@@ -117,7 +117,7 @@ def oracle(model: PreTrainedModel) -> NextLogits:
 
 # History independence, the oracle and the slots, over forced histories
 
-AXES = {"name": (*MODELS,), "k": (1, 4, 7), "rule": ("strict", "probabilistic")}
+AXES = {"name": (*MODELS,), "k": (1, 4), "rule": ("strict", "probabilistic")}
 
 
 class TestDrafts(CachedDraftContract):
@@ -181,14 +181,13 @@ def _options(rows: int) -> dict[str, Any]:
     return {"temperature": [0.0, 0.8, 1.3][-rows:], "seed": [11, -5, 7][-rows:]}
 
 
-@pytest.mark.parametrize("k", [1, 4, 7])
-@pytest.mark.parametrize("lengths", [(1,), (9,), (1, 1, 1), (1, 12, 2)], ids=str)
+@pytest.mark.parametrize(("lengths", "k"), [((1,), 1), ((9,), 7), ((1, 1, 1), 4), ((1, 12, 2), 7)], ids=str)
 def test_batches_of_one_and_prompts_of_one_token(lengths: tuple[int, ...], k: int) -> None:
     prompts = ragged_prompts(lengths)
     same_tokens(decoder("near", k), prompts, max_new_tokens=10, eos_token_id=[], **_options(len(prompts)))
 
 
-@pytest.mark.parametrize("k", [1, 4, 7])
+@pytest.mark.parametrize("k", [1, 7])
 def test_prompts_up_to_the_longest_sequence(k: int) -> None:
     lengths = (23, 24, 21)
     out = same_tokens(decoder("near", k, max_length=24), ragged_prompts(lengths), max_new_tokens=10, eos_token_id=[],
@@ -228,8 +227,7 @@ def test_seeds_differ_per_sequence() -> None:
     assert tokens[0] == tokens[2] != tokens[1]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (4, 0.0), (4, 1.0)])
 def test_a_draft_that_is_the_target_is_always_accepted(k: int, temperature: float) -> None:
     """At temperature 1, too: ``strict`` draws drafts with the target's noise."""
     out = same_tokens(decoder("itself", k), PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=[], seed=[1, 2, 3],
@@ -239,7 +237,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(k: int, temperature: floa
         assert 1 + sum(counts) == NEW_TOKENS
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [1, 16])
 def test_pages_are_crossed_and_ends_are_kept(block_size: int) -> None:
     prompts, limits = ragged_prompts((4, 13, 8)), (5, 31, 12)
     run = real_run(decoder("near", 7, block_size=block_size), prompts, limits)
