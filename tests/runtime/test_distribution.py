@@ -24,13 +24,13 @@ from tests.decoding import CONFIG, compiled
 from tests.models import make_model
 
 VOCAB, LENGTH, BATCH = 3, 4, 8192
-RUNS = {0: 5, 2: 7}
-"""Runs by top-k, which leaves fewer continuations: 16 and not 81. A relative deviation of 4.2% of every probability is
-found with a probability of 0.9, and one of 2.6% with top-k. More tokens would need more sequences for that."""
+RUNS = 5
+"""A relative deviation of 4.2% of every probability is found with a probability of 0.9, and one of 3.1% with top-k,
+which leaves fewer continuations: 16 and not 81. More tokens would need more sequences for that."""
 PROMPT = torch.tensor([2, 0, 1])
 FEWER, UP = {1: 3, 4000: 1, 5500: 2}, {1: 3, 5000: 1, 6500: 2}
 """K by load, which changes while sequences enter and while they end. Behind their prompts, steps decode about 2730,
-4370, 5940, 3170 and 440 of them for a draft that is like the target, and 2730, 5300, 7060, 4310 and 1610 for the other.
+5300, 7060, 4310 and 1610 of them for a draft that is unlike the target.
 """
 ENDS = "ends"
 """Chains of at most three drafts, which end where the draft is not sure."""
@@ -92,16 +92,13 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
     [
         ("strict", "draft_model", 1, 2, 1.0, 0),
         ("probabilistic", "ngram", None, 2, 1.0, 0),
-        ("probabilistic", "draft_model", -1, 3, 0.7, 2),
-        ("block", "draft_model", 1, 2, 1.0, 0),
-        ("probabilistic", "draft_model", 1, FEWER, 1.0, 0),
+        ("probabilistic", "draft_model", -1, FEWER, 0.7, 2),
         ("block", "draft_model", -1, UP, 0.7, 2),
         ("probabilistic", "draft_model", 1, ENDS, 1.0, 0),
         ("block", "draft_model", 1, ENDS, 1.0, 0),
     ],
-    ids=["strict, drawn", "probabilistic, point masses", "probabilistic, opposite draft, top-k", "block, drawn",
-         "probabilistic, K by load", "block, opposite draft, K by load", "probabilistic, chains end",
-         "block, chains end"],
+    ids=["strict, drawn", "probabilistic, point masses", "probabilistic, K by load", "block, K by load",
+         "probabilistic, chains end", "block, chains end"],
 )  # fmt: skip
 def test_joint_distribution_over_several_steps(
     rule: str, kind: str, draft: int | None, k: int | dict[int, int] | str, temperature: float, top_k: int,
@@ -111,7 +108,7 @@ def test_joint_distribution_over_several_steps(
     loaded = None if draft is None else opposite() if draft < 0 else model(draft)
     extra: dict[str, Any] = {"verify": {"rule": rule}, "max_batch_size": BATCH}
     decoder = compiled(model(0), kind, k, loaded, **extra) if k != ENDS else ending(rule)  # type: ignore[arg-type]
-    counts, last = sampled(decoder, RUNS[top_k], temperature, top_k)
+    counts, last = sampled(decoder, RUNS, temperature, top_k)
     assert counts.sum() >= 40_000
     if k == ENDS:
         assert len(last.steps_by_drafts) > 1
