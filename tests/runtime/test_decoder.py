@@ -17,6 +17,7 @@ from specgraph.compiler import selfcheck
 from specgraph.runtime.execution.engine import Engine
 from tests.decoding import CONFIG, compiled, reference_greedy
 from tests.models import make_model, ragged_prompts, shared_model
+from tests.once import once
 
 PROMPTS = ragged_prompts((3, 17, 8, 1))
 SEEDS = [11, 12, 13, 14]
@@ -37,6 +38,11 @@ def noisy_copy(scale: float = 0.03) -> Any:
     return draft
 
 
+@once
+def by_rule(rule: str) -> SpeculativeDecoder:
+    return compiled(double(), draft=noisy_copy(), verify={"rule": rule})
+
+
 @pytest.fixture(scope="module")
 def decoder() -> SpeculativeDecoder:
     return compiled(double(), draft=noisy_copy())
@@ -47,17 +53,17 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def test_strict_does_not_change_with_drafter_k_batch_order_or_size(decoder: SpeculativeDecoder) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "top_p": 0.95}
+    options: dict[str, Any] = {"max_new_tokens": 14, "temperature": 1.0, "top_p": 0.95}
     expected = compiled(double(), "none").generate(PROMPTS, seed=SEEDS, **options).new_tokens
     assert decoder.generate(PROMPTS, seed=SEEDS, **options).stats.acceptance_length > 1.5
     for made in (decoder, compiled(double(), k=7), compiled(double(), k=2, draft=noisy_copy(0.1))):
         assert same(made.generate(PROMPTS, seed=SEEDS, **options).new_tokens, expected)
-        for order in ([3, 1, 0, 2], [2], [1, 3]):
+        for order in ([3, 1, 0, 2], [2]):
             out = made.generate([PROMPTS[i] for i in order], seed=[SEEDS[i] for i in order], **options).new_tokens
             assert same(out, [expected[i] for i in order])
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 5, 16, 17, 64])
+@pytest.mark.parametrize("chunk", [1, 16, 17])
 def test_prefill_chunks_do_not_change_the_tokens(chunk: int) -> None:
     expected = reference_greedy(double(), PROMPTS, 12)
     made = compiled(double(), draft=noisy_copy(), cache={"prefill_chunk": chunk, "block_size": 4})
@@ -111,7 +117,7 @@ def test_stream_emits_what_generate_returns(decoder: SpeculativeDecoder) -> None
 
 def test_eos_ends_a_sequence_inside_an_accepted_prefix(decoder: SpeculativeDecoder) -> None:
     free = decoder.generate(PROMPTS, max_new_tokens=24, eos_token_id=[])
-    for stop in {int(t[7]) for t in free.new_tokens} | {int(t[1]) for t in free.new_tokens}:
+    for stop in {int(t[7]) for t in free.new_tokens} | {int(free.new_tokens[1][1])}:
         out = decoder.generate(PROMPTS, max_new_tokens=24, eos_token_id=[stop, 100])
         for cut, whole in zip(out.new_tokens, free.new_tokens, strict=True):
             ends = [i for i, t in enumerate(whole.tolist()) if t in (stop, 100)]
@@ -129,7 +135,7 @@ def test_eos_in_the_prompt_ends_nothing(decoder: SpeculativeDecoder) -> None:
 def test_nothing_is_emitted_past_max_length() -> None:
     prompts = ragged_prompts((3, 20, 19, 18))
     expected = reference_greedy(double(), prompts[:1], 17)
-    for k in (1, 4, 7):
+    for k in (1, 7):
         out = compiled(double(), k=k, draft=noisy_copy(), max_length=20).generate(prompts, max_new_tokens=20)
         assert [t.numel() for t in out.new_tokens] == [17, 0, 1, 2]
         assert same(out.new_tokens[:1], expected)
@@ -143,27 +149,21 @@ def test_rows_past_a_table_of_learned_positions_are_harmless() -> None:
     free: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
     expected = [m.tolist() for m in compiled(model, "none").generate(prompts, **free).new_tokens]
     assert [len(e) for e in expected] == [21, 4, 16]
-    for k in (4, 7):
-        for given in (None, draft):
-            out = compiled(model, k=k, draft=given).generate(prompts, **free)
-            assert [t.tolist() for t in out.new_tokens] == expected
+    for given in (None, draft):
+        out = compiled(model, k=7, draft=given).generate(prompts, **free)
+        assert [t.tolist() for t in out.new_tokens] == expected
 
 
-@pytest.mark.parametrize("rule", [*LOSSLESS, "typical", "synthetic"])
+@pytest.mark.parametrize("rule", LOSSLESS)
 def test_greedy_is_the_same_under_every_lossless_rule(rule: str) -> None:
-    made = compiled(double(), draft=noisy_copy(), verify={"rule": rule})
-    out = made.generate(PROMPTS, max_new_tokens=20)
-    assert all(t.numel() <= 20 for t in out.new_tokens)
-    if rule in LOSSLESS:
-        assert same(out.new_tokens, reference_greedy(double(), PROMPTS, 20))
+    out = by_rule(rule).generate(PROMPTS, max_new_tokens=20)
+    assert same(out.new_tokens, reference_greedy(double(), PROMPTS, 20))
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_same_seed_same_tokens_other_seed_other_tokens(rule: str) -> None:
-    made = compiled(double(), draft=noisy_copy(), verify={"rule": rule})
-
     def run(seed: int | None) -> list[Tensor]:
-        return made.generate(PROMPTS, max_new_tokens=20, temperature=1.0, seed=seed).new_tokens
+        return by_rule(rule).generate(PROMPTS, max_new_tokens=9, temperature=1.0, seed=seed).new_tokens
 
     assert same(run(1), run(1))
     assert not same(run(1), run(2))
@@ -308,12 +308,11 @@ def test_generation_config_gives_the_defaults() -> None:
 def test_visible_and_fused_verification_emit_the_same(rule: str) -> None:
     order = ["expose_features", "insert_kv_cache", "insert_draft", "insert_verify"]
     made = compiled(double(), draft=noisy_copy(), verify={"rule": rule}, pipeline={"order": order})
-    fused = compiled(double(), draft=noisy_copy(), verify={"rule": rule})
     for options in (
         {"temperature": 0.0, "seed": 7},
         {"temperature": 1.0, "top_k": 30, "seed": 8, "return_logprobs": True},
     ):
-        a, b = (d.generate(PROMPTS, max_new_tokens=16, **options) for d in (made, fused))
+        a, b = (d.generate(PROMPTS, max_new_tokens=16, **options) for d in (made, by_rule(rule)))
         assert same(a.new_tokens, b.new_tokens)
         assert a.logprobs is None or (b.logprobs is not None and same(a.logprobs, b.logprobs))
 
@@ -385,7 +384,7 @@ def test_self_check_refuses_positions_from_somewhere_else(monkeypatch: pytest.Mo
         specgraph.compile_speculative(model)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "gpt2", "mixtral"])
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "gpt2", "mixtral"])
 def test_self_check_passes_and_is_reported(architecture: str) -> None:
     made = specgraph.compile_speculative(shared_model(architecture))
     assert "agrees with its own forward" in made.report()
@@ -393,7 +392,7 @@ def test_self_check_passes_and_is_reported(architecture: str) -> None:
 
 def test_self_check_of_half_precision_is_decided_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(selfcheck.TOLERANCE, torch.bfloat16, 1e-7)
-    model = make_model("gemma3_text").to(torch.bfloat16)
+    model = make_model("gemma3_text", num_hidden_layers=1, layer_types=["sliding_attention"]).to(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = specgraph.compile_speculative(model)
     assert "random tokens in float32" in made.report()
