@@ -92,7 +92,11 @@ def in_a_session(tested: SpeculativeDecoder, seed: int = 0) -> tuple[list[list[i
     return tokens, widths
 
 
-@pytest.mark.parametrize(("drafter", "first"), KINDS)
+SIBLINGS = ("suffix", "pard", "mtp, 3 target-fed", "dflash")
+"""What gives verification the same as another one of the list; their drafts are compared below."""
+
+
+@pytest.mark.parametrize(("drafter", "first"), [kind for kind in KINDS if kind[0] not in SIBLINGS])
 def test_under_strict_no_token_changes(drafter: str, first: str | None) -> None:
     """A session, whose steps are replayed, ends with a single sequence; those of the call before are not.
 
