@@ -172,8 +172,14 @@ def test_a_wide_block_with_few_rows_of_logits(rule: str, rows: int) -> None:
     torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+STRANGE = (torch.nan, -torch.inf, torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("rule", "value"),
+    [*(("strict", value) for value in STRANGE), ("probabilistic", torch.inf), ("block", torch.nan),
+     ("block", -torch.inf), ("typical", torch.inf), ("typical", torch.nan), ("synthetic", -torch.inf)],
+)  # fmt: skip
 def test_strange_logits(rule: str, value: float) -> None:
     given = problem(4, 1, 50)
     hit = torch.rand(4, 2, 50, generator=torch.Generator().manual_seed(1)) < 0.3
@@ -193,8 +199,11 @@ def test_without_seeds_nothing_is_drawn(temperature: float) -> None:
         assert_same_tokens(launch(given, rule), reference(given, rule))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-29, 1e-6, 1.0])
-@pytest.mark.parametrize("shape", ["flat", "ties", "peaked", "large"])
+@pytest.mark.parametrize(
+    ("temperature", "shape"),
+    [(0.0, "ties"), (0.0, "large"), (1e-29, "flat"), (1e-29, "ties"), (1e-29, "peaked"), (1e-6, "peaked"),
+     (1e-6, "large"), (1.0, "flat"), (1.0, "ties"), (1.0, "peaked")],
+)  # fmt: skip
 def test_the_first_exact_argmax_wins_however_close_the_scores(temperature: float, shape: str) -> None:
     """Flat rows, ties and rows in which rounding leaves little of the noise, over several splits."""
     given = problem(1, 0, 1600)
@@ -322,7 +331,7 @@ def test_cuts(rule: str) -> None:
 def test_drafts_with_logits_are_verified_as_in_the_reference(
     drawn: int, own: int | None, cuts: bool, rule: str
 ) -> None:
-    given = with_draft_logits(problem(12, 3, 300), drawn, own)
+    given = with_draft_logits(problem(6 if cuts else 12, 3, 300), drawn, own)
     if cuts:
         given = with_cuts(given)
     wanted, found = reference(given, rule, "raw"), launch(given, rule, "raw")
@@ -367,8 +376,10 @@ def test_sequences_with_nan_among_the_logits_they_need(rule: str) -> None:
     assert torch.equal(found, bad_rows(given["logits"], given["positions"], given["num_rows"], given["num_forced"]))
 
 
-@pytest.mark.parametrize("rule", ["strict", "probabilistic", "typical", "synthetic", "block"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("rule", "temperature"),
+    [("strict", 0.0), ("strict", 1.0), ("probabilistic", 1.0), ("typical", 0.0), ("synthetic", 1.0), ("block", 0.0)],
+)
 def test_the_first_row_without_a_token_is_told(rule: str, temperature: float) -> None:
     given = problem(5, 2, 600)
     given["temperature"] = torch.full_like(given["temperature"], temperature)
