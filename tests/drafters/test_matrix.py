@@ -54,9 +54,10 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 """The keys of ``draft`` for every drafter. Heads are random, as ``bench`` makes them."""
 
 TARGETS = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "qwen3", "glm4_moe")
-COVERED = TARGETS[:5]
-"""The targets of the cover. The layers of Gemma have the norms of Qwen's, and those of DeepSeek the experts of GLM's.
-``tests/frontend/test_architectures.py`` and ``test_mtp_layouts.py`` run the other two."""
+COVERED = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
+"""The targets of the cover. The layers of DeepSeek have the experts of GLM's; windows are those of GPT-OSS, too, and
+``test_heads.py`` has the other Gemma. ``tests/frontend/test_architectures.py`` and ``test_mtp_layouts.py`` run the
+others."""
 
 GREEDY, SEEDED = (0, 1, 2), (3, 4, 5)
 RULES: dict[str, tuple[int, ...]] = {
@@ -73,8 +74,8 @@ FULL = os.environ.get("SPECGRAPH_MATRIX") == "full"
 AXES = {"drafter": (*DRAFTERS,), "first": (None, *LOOKUPS), "target": TARGETS, "rule": (*RULES,), "k": (1, 3, 7)}
 
 
-SIBLINGS = ("suffix", "pard", "peagle", "mtp, 3 target-fed", "dspark")
-"""Drafters that read the same of a target, and give verification the same, as the one before them. They meet a target
+SIBLINGS = ("suffix", "pard", "peagle", "mtp, 1", "mtp, 3 target-fed", "dspark")
+"""Drafters that read the same of a target, and give verification the same, as one beside them. They meet a target
 with attention and one with recurrent layers, the rule that keeps all tokens and one that reads draft logits."""
 MET = {"target": ("llama", "qwen3_5_text"), "rule": ("strict", "probabilistic")}
 
