@@ -57,7 +57,7 @@ class TestDrafts(CachedDraftContract):
     KIND = "mtp"
     target = staticmethod(target)
     CASES = (
-        Case("1", 1), Case("1", 3), Case("2", 1), Case("2 fed", 2), Case("2", 7, "probabilistic"), Case("3", 3),
+        Case("1", 3), Case("2", 1), Case("2 fed", 2), Case("2", 7, "probabilistic"),
         Case("3 fed", 3, "probabilistic"), Case("3 fed", 7), Case("3", 5), Case("3 other", 5),
         *IN_TURN,
     )  # fmt: skip
