@@ -82,12 +82,13 @@ def repeats(tokens: list[int], drafts: list[int]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [(name, rule) for place, name in enumerate(DRAWING) for rule in ("strict", ("probabilistic", "block")[place % 2])],
+    [(name, ("strict", "probabilistic", "strict", "block")[place % 4]) for place, name in enumerate(DRAWING)],
 )
 def test_no_drafter_drafts_what_the_context_forbids(name: str, rule: str) -> None:
     """Each draft is part of the context of the next one, also where one call makes all.
 
-    Drafts are drawn in one way for ``strict``, and in another for both of the other rules.
+    Drafts are drawn in one way for ``strict``, and in another for both of the other rules: each way meets chains of
+    calls and single calls.
     """
     found = drafted(decoder(name, None, "llama", rule, 3, max_length=64), PROMPTS, max_new_tokens=20,
                     no_repeat_ngram_size=2, eos_token_id=[])  # fmt: skip
@@ -95,8 +96,7 @@ def test_no_drafter_drafts_what_the_context_forbids(name: str, rule: str) -> Non
     assert not any(repeats(*one) for one in found)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("rule", ["strict", "probabilistic"])
+@pytest.mark.parametrize(("rule", "parallel"), [("strict", True), ("probabilistic", False)])
 def test_a_smaller_vocabulary_is_changed_by_target_ids(model: Any, rule: str, parallel: bool) -> None:
     """Ids of the draft are other ones than those of the target. What is kept of a draft is what it was drawn from."""
     head = make_head(model, vocab=60)
@@ -116,7 +116,7 @@ def test_a_smaller_vocabulary_is_changed_by_target_ids(model: Any, rule: str, pa
     assert any({*drafts} & {*forbidden} for _, drafts in free)
 
 
-@pytest.mark.parametrize("name", ["draft_model", "pard", "medusa", "mtp, 3 chained", "dspark"])
+@pytest.mark.parametrize("name", ["draft_model", "mtp, 3 chained", "dspark"])
 def test_fewer_drafts_are_drawn_in_the_same_way(name: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 20, "no_repeat_ngram_size": 2, "eos_token_id": []}
     each = {key: [own[key] for own in OPTIONS] for key in OPTIONS[0]}
