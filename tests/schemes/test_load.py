@@ -58,8 +58,11 @@ SAVED: list[tuple[str, str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("architecture", "scheme", "options", "shard"), SAVED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "options", "shard", "dtype"),
+    [(*case, (torch.float32, torch.bfloat16)[index % 2]) for index, case in enumerate(SAVED)],
+    ids=str,
+)
 def test_a_saved_model_is_loaded(
     architecture: str, scheme: str, options: dict[str, Any], shard: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
