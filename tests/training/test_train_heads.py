@@ -315,7 +315,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
     assert (tmp_path / "model.safetensors").read_bytes() == (data.with_name("run") / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "eagle", "medusa", "dflash"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
 def test_a_target_may_be_in_bf16_on_a_cpu(tokenizer: Any, data: Path, tmp_path: Path, algorithm: str) -> None:
     target = make_model("llama", vocab_size=64, num_hidden_layers=3, eos_token_id=0, pad_token_id=1, bos_token_id=None)
     cfg = dataclasses.replace(small(data, tmp_path), draft=algorithm, chain=ChainConfig(steps=2))
