@@ -69,7 +69,7 @@ def cut(tokens: Sequence[Tensor]) -> list[list[int]]:
 
 GREEDY = [("qwen3_next", 3), ("qwen3_5_text", 1), ("qwen3_5_moe_text", 7), ("olmo_hybrid", 3), ("lfm2", 7),
           ("lfm2_moe", 1), ("falcon_h1", 3), ("bamba", 1), ("granitemoehybrid", 7), ("nemotron_h", 3), ("zamba2", 3),
-          ("jamba", 7), ("mamba2", 7), ("mamba", 3), ("falcon_mamba", 1), (KIMI, 1), (KIMI, 3), (KIMI, 7),
+          ("jamba", 7), ("mamba2", 7), ("mamba", 3), ("falcon_mamba", 1), (KIMI, 3),
           *((name, 3) for name in BAILING)]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_the_models_own_forward(architecture: str, k:
     assert cut(out.new_tokens) == cut(own_greedy(architecture))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2", "falcon_h1", "mamba2", "mamba"])
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2", "falcon_h1", "mamba"])
 def test_the_forms_for_cpus_give_the_tokens_of_the_references(architecture: str) -> None:
     """In float32, which they compute, with drafts and without, and together and alone."""
     plain, drafted = (compiled(model_of(architecture, torch.float32), kind, 3) for kind in ("none", "ngram"))
