@@ -231,9 +231,10 @@ def test_gated_experts_compute_the_same_tokens(architecture: str, scheme: str) -
     assert all(map(torch.equal, outs[0].new_tokens, outs[1].new_tokens))
 
 
-@pytest.mark.parametrize("architecture", ["deepseek_v3", "kimi_linear", "bailing_hybrid", "step_text"])
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "kimi_linear", "step_text"])
 def test_gates_that_are_split_or_clamped_to_nothing_are_taken(architecture: str) -> None:
-    model, prompts = make_model(architecture), ragged_prompts((3, 9))
+    """In the dtype in which ``test_fuse_routing.py`` traces these models, which takes most of the time."""
+    model, prompts = make_model(architecture, dtype=torch.bfloat16), ragged_prompts((3, 9))
     decoder = compiled(model, k=2, lowering={"name": "gpu"})
     graph = decoder.stages["fuse_pointwise"].modules["target"].graph
     up, _ = calls(graph, torch.ops.specgraph.expert_linear.default)  # of the one layer that has experts
@@ -243,7 +244,7 @@ def test_gates_that_are_split_or_clamped_to_nothing_are_taken(architecture: str)
     assert all(map(torch.equal, outs[0].new_tokens, outs[1].new_tokens))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2", "falcon_h1", "granite", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "falcon_h1", "granite", "gemma2"])
 def test_a_model_computes_the_same_bits(architecture: str) -> None:
     model, prompts = make_model(architecture), ragged_prompts((3, 9))
     decoder = compiled(model, k=2, lowering={"name": "gpu"})
