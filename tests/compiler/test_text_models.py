@@ -97,11 +97,10 @@ def test_tokens_of_text_prompts_are_those_of_the_whole_model(make: Callable[[], 
     prompts = torch.randint(1, 290, (2, 21))
     expected = model.generate(prompts, max_new_tokens=24, do_sample=False)
     before = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
-    for draft in ("ngram", "none"):
-        decoder = specgraph.compile_speculative(model, draft)
-        assert decoder.model is model
-        out = decoder.generate(prompts, max_new_tokens=24, eos_token_id=[])
-        assert torch.equal(out.sequences, expected)
+    decoder = specgraph.compile_speculative(model, "ngram")
+    assert decoder.model is model
+    out = decoder.generate(prompts, max_new_tokens=24, eos_token_id=[])
+    assert torch.equal(out.sequences, expected)
     assert before == {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
 
 
