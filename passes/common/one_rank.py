@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from specgraph.ir.devices import move_node
 from specgraph.ir.drafter import BoundDrafter, Mask
 from specgraph.ir.graphs import DEVICE, calls, get_attribute, new_module, remove_dead_code, set_attribute
+from specgraph.ir.linear import linears
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import LAYOUT
 from specgraph.ir.tensors import view_of
@@ -31,6 +32,7 @@ def keep_rank(program: Program, rank: int, world_size: int, device: torch.device
     program.modules["target"] = new_module(target, target.graph, "target")
     if device != program.target.device:
         _Move(program, device).run()
+    _let_rows_follow(program.modules["target"])
 
 
 def _keep_nodes(graph: fx.Graph, rank: int, world_size: int) -> None:
@@ -42,6 +44,13 @@ def _keep_nodes(graph: fx.Graph, rank: int, world_size: int) -> None:
     for node in graph.nodes:
         if node.meta.get(DEVICE) == rank:
             del node.meta[DEVICE]
+
+
+def _let_rows_follow(module: fx.GraphModule) -> None:
+    """Copy parts of weights whose ops want rows that follow each other in memory."""
+    for linear in linears(module.graph):
+        for node in () if linear.scheme.strided else linear.weight:
+            set_attribute(module, str(node.target), get_attribute(module, str(node.target)).contiguous())
 
 
 class _Move:

@@ -39,6 +39,10 @@ class Packed(Scheme):
         """Not at all: the op itself has a variant for CPUs."""
         return False
 
+    def part(self, weight: Sequence[Tensor], begin: int, size: int, *, of_inputs: bool) -> tuple[Tensor, ...]:
+        """As the format cuts it, between groups."""
+        return self.form.part(weight, begin, size, of_inputs=of_inputs)
+
     def weight_of(self, module: nn.Module) -> tuple[Tensor, ...] | None:
         """The tensors of every module that holds those of the format, and else at most a bias.
 
@@ -112,7 +116,7 @@ def packed(form: Format) -> Packed:
     return Packed(
         form.name, ops.packed_linear.default, lowered=ops.packed_linear.default,
         with_norm=ops.packed_linear_norm.default, quantises_rows=form.quantises_rows,
-        experts=ops.packed_expert_linear.default, options={"format": form.name}, form=form,
+        experts=ops.packed_expert_linear.default, strided=False, options={"format": form.name}, form=form,
     )  # fmt: skip
 
 
