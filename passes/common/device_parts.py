@@ -306,19 +306,17 @@ def products_behind(value: Any) -> Iterator[Product]:
 
 
 def up_to_sum(node: fx.Node) -> list[fx.Node]:
-    """What follows a product up to a sum over some of its results, as over experts, and the rounding of that.
+    """What follows a product up to a sum over some of its results, as over experts, with views and rounding behind it.
 
     Each is linear in the one before it, and nothing else reads that. So sums over devices come out the same behind it.
     """
     chain, end = list[fx.Node](), 0
-    while (user := only_user(node)) is not None:
-        summed = user.target is aten.sum.dim_IntList
-        factor = user.target is aten.mul.Tensor and user.args.count(node) == 1
-        rounded = user.target in CONVERSIONS
-        if not (summed or factor or rounded or user.target in VIEWS) or "hidden_state" in node.meta:
+    while "hidden_state" not in node.meta and (user := only_user(node)) is not None:
+        summed, same = user.target is aten.sum.dim_IntList, user.target in (*VIEWS, *CONVERSIONS)
+        if not (summed or same or (user.target is aten.mul.Tensor and user.args.count(node) == 1)):
             break
         chain.append(user)
-        end, node = len(chain) if summed or (rounded and end == len(chain) - 1 > 0) else end, user
+        end, node = len(chain) if summed or (same and 0 < end == len(chain) - 1) else end, user
     return chain[:end]
 
 

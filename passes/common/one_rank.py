@@ -47,9 +47,9 @@ def _keep_nodes(graph: fx.Graph, rank: int, world_size: int) -> None:
 
 
 def _let_rows_follow(module: fx.GraphModule) -> None:
-    """Copy parts of weights whose ops want rows that follow each other in memory."""
+    """Copy parts of weights whose ops want rows that follow each other in memory, and of the biases of stacks."""
     for linear in linears(module.graph):
-        for node in () if linear.scheme.strided else linear.weight:
+        for node in linear.constants[len(linear.weight) if linear.scheme.strided else 0 :]:
             set_attribute(module, str(node.target), get_attribute(module, str(node.target)).contiguous())
 
 
