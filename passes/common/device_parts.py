@@ -80,24 +80,25 @@ class Product:
 
     def call(self, x: Any, weight: Sequence[fx.Node], bias: fx.Node | None, name: str) -> fx.Node:
         """The same product of other tensors, in front of this one."""
-        node, op = self.node, self.node.target
+        op: Any = self.node.target
+        args: tuple[Any, ...] = (x, *self.scheme.operands(weight))
         if op is aten.addmm.default:
-            args = (bias, x, *weight)
-            return insert(node, *((aten.mm.default, args[1:]) if bias is None else (op, args)), name=name)
-        args = x, *self.scheme.operands(weight)
-        if self.expert_ids is not None:
-            args = *args, bias, self.expert_ids
+            op, args = (aten.mm.default, args) if bias is None else (op, (bias, *args))
+        elif self.expert_ids is not None:
+            args = (*args, bias, self.expert_ids)
         elif bias is not None:
-            args = *args, bias
-        places = [argument.name for argument in op._schema.arguments[: len(args)]]  # type: ignore[union-attr]
-        options = {key: value for key, value in node.kwargs.items() if key not in (*places, "bias")}
-        return insert(node, op, args, options, name)
+            args = (*args, bias)
+        given = self.node.kwargs
+        options = {
+            each.name: given[each.name] for each in op._schema.arguments if each.kwarg_only and each.name in given
+        }
+        return insert(self.node, op, args, options, name)
 
 
 def product_of(node: fx.Node) -> Product | None:
     """``node`` as a product that can be cut; None if it is none."""
     linear = describe(node)
-    if linear is not None and (linear.is_traced or (linear.expert_ids is not None and not linear.epilogue["gate"])):
+    if linear is not None and (linear.is_traced or (linear.expert_ids is not None and not linear.epilogue.get("gate"))):
         found = Product(
             node, linear.scheme, linear.x, linear.weight, linear.bias, linear.expert_ids,
             linear.epilogue.get("transposed", False),
@@ -390,24 +391,24 @@ def _slice(region: Region, node: fx.Node, part: Part, device: int) -> Any:
 
 def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     """One of the tensors into which another one is cut: along the dimension that is cut, a range of it."""
-    parts, index = node.args
+    parts, index = cast(Any, node.args)
     if getattr(parts, "target", None) not in PARTS:
         raise Mismatch(f"{node.name} is an item of {parts}")
-    given: Any = arguments(parts)  # type: ignore[arg-type]
-    region.covered[parts] = None  # type: ignore[index]
-    x, values = given["self"], parts.meta["val"]  # type: ignore[union-attr]
-    key, is_cut, product = (parts, part, device), given["dim"] % node.meta["val"].dim() == part.dim, product_of(x)
-    of_experts = product is not None and product.expert_ids is not None and parts.target is aten.chunk.default  # type: ignore[union-attr]
-    begins = [sum(value.shape[part.dim] for value in values[:place]) + part.begin for place in range(len(values))]
-    if is_cut and not of_experts:
-        return region.part(x, part._replace(begin=begins[index]), device)
-    if key not in region._known:
-        if is_cut:  # one product gives all pieces, as before: kernels take in the function behind it
-            source = region.rows(product, [part._replace(begin=begin) for begin in begins], device)
-        else:
-            source = region.part(x, part, device)
-        region._known[key] = region.copy(parts, part, device, (source, *parts.args[1:]))  # type: ignore[index,arg-type,union-attr]
-    return ((region._known[key], index),)  # type: ignore[index]
+    given, key = arguments(parts), (parts, part, device)
+    region.covered[parts] = None
+    x, is_cut = given["self"], given["dim"] % node.meta["val"].dim() == part.dim
+    if not is_cut and key not in region._known:
+        region._known[key] = region.copy(parts, part, device, (region.part(x, part, device), *parts.args[1:]))
+    elif is_cut:
+        sizes = [value.shape[part.dim] for value in parts.meta["val"]]
+        own = [part._replace(begin=part.begin + sum(sizes[:place])) for place in range(len(sizes))]
+        product = product_of(x)
+        joined = product is not None and product.expert_ids is not None and parts.target is aten.chunk.default
+        if product is None or not joined or len({*sizes}) > 1:
+            return region.part(x, own[index], device)
+        if key not in region._known:  # one product for all items, as before, so that it can take in the gate behind it
+            region._known[key] = region.copy(parts, part, device, (region.rows(product, own, device), *parts.args[1:]))
+    return ((region._known[key], index),)
 
 
 def _side_by_side(region: Region, node: fx.Node, part: Part, device: int) -> Any:
