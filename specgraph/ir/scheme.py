@@ -74,6 +74,12 @@ class Scheme:
             raise ValueError(f"{self.name} weights have {len(weight)} tensors, of which no parts are known")
         return (weight[0].narrow(-1 if of_inputs else -2, begin, size),)
 
+    def in_gpu_order(self, weight: Sequence[Tensor]) -> tuple[Mapping[str, Any], tuple[Tensor, ...]] | None:
+        """The tensors of a weight as kernels of GPUs take them best, and what calls of the ops have in :attr:`options`
+        then; None if they stand so already, or in no other way.
+        """
+        return None
+
     @property
     def in_common(self) -> tuple[int, ...]:
         """The places among the tensors of a weight of those that merged weights have in common.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -200,23 +201,23 @@ SHARED: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 def test_packed_weights_and_experts_are_split(name: str) -> None:
     """The self-check compares with the model's own forward; drafts, company and another run change no bit."""
     architecture, scheme, sizes = SHARED[name]
-    model: Any = make_model(architecture, dtype=torch.bfloat16, **{**_LARGER, **sizes}).cuda()
+    given: Any = make_model(architecture, dtype=torch.bfloat16, **{**_LARGER, **sizes})
     if scheme is not None:
-        specgraph.quantise(model, scheme)
-    plain, drafted = (
-        specgraph.compile_speculative(
-            model, {"draft": {"kind": kind, "num_speculative_tokens": 4}, "parallel": {"tensor": 2}}
-        )
-        for kind in ("none", "ngram")
+        specgraph.quantise(given, scheme)
+    parallel = {"tensor": 2, "devices": [*map(str, DEVICES)]}
+    model = copy.deepcopy(given).cuda()
+    plain, drafted, from_cpu = (
+        specgraph.compile_speculative(own, {"draft": {"kind": kind, "num_speculative_tokens": 4}, "parallel": parallel})
+        for own, kind in ((model, "none"), (model, "ngram"), (given, "none"))
     )
     splits = [note for note in plain._reports[1].result.notes if "columns" in note]
     assert len(splits) >= 2, plain.report()
     generator = torch.Generator().manual_seed(0)
     own = [torch.randint(3, 101, (3 + 3 * row,), generator=generator) for row in range(16)]
-    given: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.5, "eos_token_id": [], "return_logprobs": True}
-    expected = [plain.generate([prompt], seed=[row], **given) for row, prompt in enumerate(own)]
-    for decoder in (plain, drafted, drafted):
-        out = decoder.generate(own, seed=list(range(16)), **given)
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.5, "eos_token_id": [], "return_logprobs": True}
+    expected = [plain.generate([prompt], seed=[row], **options) for row, prompt in enumerate(own)]
+    for decoder in (plain, drafted, drafted, from_cpu):
+        out = decoder.generate(own, seed=list(range(16)), **options)
         for row, alone in enumerate(expected):
             assert torch.equal(out.new_tokens[row], alone.new_tokens[0]), row
             assert torch.equal(out.logprobs[row], alone.logprobs[0]), row

@@ -35,6 +35,7 @@ from specgraph.ir.state import allocate
 from specgraph.ir.verifier import check_devices, verify_program
 from specgraph.kernels.peers import ThreadGroup, exchanging
 from specgraph.passes.base import PassResult
+from specgraph.passes.common.one_rank import sort_weights
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.lower_kernels import LowerKernels
@@ -132,7 +133,7 @@ has 96 inputs, whose scales end inside of a word."""
 
 @functools.cache
 def packed(name: str) -> PreTrainedModel:
-    architecture, scheme, sizes = PACKED[name]
+    architecture, scheme, sizes = PACKED[name.replace("published", "sorted")]
     own = make_model(architecture, dtype=torch.float64, **sizes)
     if scheme is not None:
         specgraph.quantise(own, scheme, group_size=32 if "int4" in scheme and sizes is not SORTED else None)
@@ -354,6 +355,20 @@ def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None
     for index, pool in enumerate(together):
         layer, device = divmod(index // 2, count)
         assert torch.equal(results[device][1][2 * layer + index % 2], pool) and pool.any()
+
+
+@pytest.mark.parametrize("name", ["sorted int4", "sorted experts"])
+def test_weights_from_a_cpu_are_sorted_as_those_of_a_model_on_a_gpu(name: str) -> None:
+    given, own = (sharded(2, rank=1, own=packed(each)) for each in (name.replace("sorted", "published"), name))
+    sort_weights(given)
+    verify_program(given)
+    first, second = (program.modules.unchanged["target"] for program in (given, own))
+    pairs = [*zip(linears(first.graph), linears(second.graph), strict=True)]
+    assert sum(a.scheme.name.endswith("_arranged") for a, _ in pairs) >= 2
+    for a, b in pairs:
+        assert a.scheme is b.scheme and all(map(torch.equal, a.tensors(first), b.tensors(second)))
+        values = [node.meta["val"] for node in a.constants if "val" in node.meta]
+        assert [(value.shape, value.dtype) for value in values] == [(t.shape, t.dtype) for t in a.tensors(first)]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe"])
