@@ -35,7 +35,7 @@ def keep_rank(program: Program, rank: int, world_size: int, device: torch.device
         _Move(program, device).run()
     if device.type == "cuda":
         sort_weights(program)
-    _let_rows_follow(program.modules["target"])
+    _own_weights(program.modules["target"])
 
 
 def sort_weights(program: Program) -> None:
@@ -47,18 +47,29 @@ def sort_weights(program: Program) -> None:
             if name not in done and (found := linear.scheme.in_gpu_order(tensors)) is not None:
                 done[name], tensors = found
                 for node, tensor in zip(linear.weight, tensors, strict=True):
-                    set_attribute(module, str(node.target), tensor)
+                    _put(module, str(node.target), tensor)
                     if "val" in node.meta:
                         node.meta["val"] = node.meta["val"].new_empty(tensor.shape, dtype=tensor.dtype)
             linear.node.kwargs = {**linear.node.kwargs, **done.get(name, {})}
         module.recompile()
 
 
-def _let_rows_follow(module: fx.GraphModule) -> None:
-    """Copy parts of weights whose ops want rows that follow each other in memory, and of the biases of stacks."""
+def _own_weights(module: fx.GraphModule) -> None:
+    """Let nothing that is done to the weights of linear layers behind this, such as merging them, reach the model.
+
+    Parts of weights whose ops want rows that follow each other in memory are copied, and so are the biases of stacks.
+    """
     for linear in filter(_reads_attributes, linears(module.graph)):
-        for node in linear.constants[len(linear.weight) if linear.scheme.strided else 0 :]:
-            set_attribute(module, str(node.target), get_attribute(module, str(node.target)).contiguous())
+        for place, node in enumerate(linear.constants):
+            tensor = get_attribute(module, str(node.target)).detach()
+            as_it_lies = linear.scheme.strided and place < len(linear.weight)
+            _put(module, str(node.target), tensor if as_it_lies else tensor.contiguous())
+
+
+def _put(module: fx.GraphModule, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of another one, as a parameter if that is one."""
+    parameter = isinstance(get_attribute(module, name), nn.Parameter)
+    set_attribute(module, name, nn.Parameter(tensor, requires_grad=False) if parameter else tensor)
 
 
 def _reads_attributes(linear: Linear) -> bool:

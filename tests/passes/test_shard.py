@@ -376,7 +376,8 @@ def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -
     config = load_config({"lowering": {"name": "gpu", "cuda_graph": False}, "draft": {"kind": "none"}})
     passes = build_passes(config)
     passes.insert(1, Shard(2))
-    target, group, cpu = trace(make_model(architecture, seed=1)), ThreadGroup(2), torch.device("cpu")
+    own, group, cpu = make_model(architecture, seed=1), ThreadGroup(2), torch.device("cpu")
+    target = trace(own)
     first = first_program(target, NoDrafter())
 
     def run(rank: int | None) -> Tensor:
@@ -389,10 +390,12 @@ def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -
         with torch.no_grad(), exchanging(group) if rank is not None else contextlib.nullcontext():
             return program.step()(window=torch.tensor([[5, 6, 7]]), **given)
 
-    plain = [own for own in build_passes(config) if not isinstance(own, LowerKernels)]
+    plain = [each for each in build_passes(config) if not isinstance(each, LowerKernels)]
     ranks: dict[int | None, Program] = {None: [*run_passes(first, plain)[0].values()][-1]}
+    before = [parameter.data_ptr() for parameter in own.parameters()]
     for rank in range(2):
         ranks[rank] = [*run_passes(first, passes_of(rank, cpu, passes))[0].values()][-1]
+    assert [parameter.data_ptr() for parameter in own.parameters()] == before, "and other decoders read them there"
     with ThreadPoolExecutor(2) as threads:
         results = list(threads.map(run, range(2)))
     torch.testing.assert_close(results[0], run(None), rtol=1e-4, atol=1e-5)
