@@ -1,13 +1,15 @@
-"""Several devices share the target's linear layers and attention heads (tensor parallelism): ``linear(x, w)`` becomes
-``all_reduce([linear(x_0, w_0), linear(x_1, w_1), ...])``, where ``x_d`` and ``w_d`` are what device ``d`` has of the
-inputs and of the columns that go with them.
+"""Several devices share the target's linear layers, experts and attention (tensor parallelism).
+
+``linear(x, w)`` becomes ``all_reduce([linear(x_0, w_0), linear(x_1, w_1), ...])``, where ``x_d`` and ``w_d`` are what
+device ``d`` has of the inputs and of the columns that go with them. How a weight is cut is known to its scheme.
 
 The pass looks for linear layers whose inputs can be computed by parts: behind attention, by heads, and behind
 activations and gates, by features. Everything from the linear layers in front of these on is copied for each device,
-with its rows of the weights (:mod:`specgraph.passes.common.device_parts`). What is in no such region runs on every
-device: norms, the hidden states between layers, the vocabulary, and drafters. So there is one graph for all devices, in
-which their nodes stand side by side. ``meta["device"]`` says which nodes are of one device alone, and devices wait for
-each other at an ``all_reduce`` and nowhere else.
+with its rows of the weights (:mod:`specgraph.passes.common.device_parts`). Sums over devices stand behind sums over
+experts. What is in no such region runs on every device: norms, the hidden states between layers, the choice of experts,
+the vocabulary, and drafters. So there is one graph for all devices, in which their nodes stand side by side.
+``meta["device"]`` says which nodes are of one device alone, and devices wait for each other at an ``all_reduce`` and
+nowhere else.
 
 Devices of a CPU run that graph. For GPUs the pass then runs once for each of them, and leaves what this one runs
 (:mod:`specgraph.passes.common.one_rank`), so that everything behind it, a CUDA graph included, is the GPU's own.
