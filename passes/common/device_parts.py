@@ -122,7 +122,6 @@ class Region:
         values: what tracing would have noted for parts, by what they are parts of. Regions of a module share it, since
             fake tensors take long to make.
         only: the device whose nodes will be left, and where it is; None if all are.
-        only: the device whose nodes will be left, and where it is; None if all are.
         covered: the nodes that have been copied, and need not run whole any more.
         cut: the nodes that read the numbers of the weights of the products among them.
         made: the new nodes, in the order in which they were made.
