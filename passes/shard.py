@@ -82,8 +82,8 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
             why = next(iter(reasons.values()), NO_REGION)
             raise ConfigError(
                 f"parallel.tensor={self.tensor} splits nothing of {program.target.name}: {why}. Give a number of "
-                "devices that divides its attention heads and its intermediate size, between groups of weights, or leave "
-                "parallel out."
+                "devices that divides its attention heads and its intermediate size, between groups of weights, or "
+                "leave parallel out."
             )
         remove_dead_code(target)
         program.modules["target"] = new_module(target, target.graph, "target")
