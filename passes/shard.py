@@ -1,13 +1,15 @@
-"""Several devices share the target's linear layers and attention heads (tensor parallelism): ``linear(x, w)`` becomes
-``all_reduce([linear(x_0, w_0), linear(x_1, w_1), ...])``, where ``x_d`` and ``w_d`` are what device ``d`` has of the
-inputs and of the columns that go with them.
+"""Several devices share the target's linear layers, experts and attention (tensor parallelism).
+
+``linear(x, w)`` becomes ``all_reduce([linear(x_0, w_0), linear(x_1, w_1), ...])``, where ``x_d`` and ``w_d`` are what
+device ``d`` has of the inputs and of the columns that go with them. How a weight is cut is known to its scheme.
 
 The pass looks for linear layers whose inputs can be computed by parts: behind attention, by heads, and behind
 activations and gates, by features. Everything from the linear layers in front of these on is copied for each device,
-with its rows of the weights (:mod:`specgraph.passes.common.device_parts`). What is in no such region runs on every
-device: norms, the hidden states between layers, the vocabulary, and drafters. So there is one graph for all devices, in
-which their nodes stand side by side. ``meta["device"]`` says which nodes are of one device alone, and devices wait for
-each other at an ``all_reduce`` and nowhere else.
+with its rows of the weights (:mod:`specgraph.passes.common.device_parts`). Sums over devices stand behind sums over
+experts. What is in no such region runs on every device: norms, the hidden states between layers, the choice of experts,
+the vocabulary, and drafters. So there is one graph for all devices, in which their nodes stand side by side.
+``meta["device"]`` says which nodes are of one device alone, and devices wait for each other at an ``all_reduce`` and
+nowhere else.
 
 Devices of a CPU run that graph. For GPUs the pass then runs once for each of them, and leaves what this one runs
 (:mod:`specgraph.passes.common.one_rank`), so that everything behind it, a CUDA graph included, is the GPU's own.
@@ -27,7 +29,6 @@ from torch import Tensor, fx
 
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import DEVICE, calls, get_attribute, new_module, remove_dead_code
-from specgraph.ir.linear import DENSE, linears
 from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.ir.tensors import view_of
 from specgraph.kernels.state import RECURRENT
@@ -40,6 +41,7 @@ from specgraph.passes.common.device_parts import (
     WholeError,
     product_of,
     products_behind,
+    up_to_sum,
 )
 from specgraph.passes.common.one_rank import keep_rank
 from specgraph.passes.common.patterns import Mismatch, aten, insert, replace
@@ -74,23 +76,24 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
         if "kv_cache" in program.facts:
             raise PassError("shard runs before state is inserted: put it before insert_kv_cache in pipeline.order.")
         _check_layers(program)
-        target = program.modules["target"]
-        splits, reasons = _split_all(target, self.tensor)
+        target, device = program.modules["target"], self.device or program.target.device
+        splits, reasons = _split_all(target, self.tensor, None if self.rank is None else (self.rank, device))
         if not splits:
             why = next(iter(reasons.values()), NO_REGION)
             raise ConfigError(
                 f"parallel.tensor={self.tensor} splits nothing of {program.target.name}: {why}. Give a number of "
-                "devices that divides its attention heads and its intermediate size, or leave parallel out."
+                "devices that divides its attention heads and its intermediate size, between groups of weights, or "
+                "leave parallel out."
             )
         remove_dead_code(target)
         program.modules["target"] = new_module(target, target.graph, "target")
         alike = Counter(re.sub(r"\.\d+\.", ".*.", line) for line in splits)
         notes = [f"{count} x {line}" for line, count in alike.items()]
-        notes += [_describe(program, device) for device in range(self.tensor)]
+        notes += [_describe(program, place) for place in range(self.tensor)]
         misses = tuple(_misses(program, reasons))
         if self.rank is not None:
             notes += [f"this is the graph of device {self.rank}, {self.device}"]
-            keep_rank(program, self.rank, self.tensor, self.device or program.target.device)
+            keep_rank(program, self.rank, self.tensor, device)
         caches = sum(1 for _ in calls(program.modules.unchanged["target"].graph, ATTENTION))
         program.target = with_fields(program.target, num_caches=caches)
         return PassResult(len(splits), near_misses=misses, notes=tuple(notes))
@@ -108,21 +111,16 @@ def weights_on(program: Program, device: int) -> tuple[list[Tensor], list[Tensor
 def _check_layers(program: Program) -> None:
     """Refuse layers that a later version will split."""
     graphs = [program.modules.unchanged[name].graph for name in TARGET_MODULES]
-    every = [linear for graph in graphs for linear in linears(graph)]
-    kinds = {
-        "experts": any(linear.expert_ids is not None for linear in every),
-        "recurrent layers": any(node.target in RECURRENT for graph in graphs for node in graph.nodes),
-        "quantised weights": any(linear.scheme is not DENSE for linear in every),
-    }
-    found = [kind for kind, there in kinds.items() if there]
-    if found:
+    if any(node.target in RECURRENT for graph in graphs for node in graph.nodes):
         raise ConfigError(
-            f"parallel splits the linear layers and the attention of dense models, and {program.target.name} has "
-            f"{' and '.join(found)}; leave parallel out, so that one device runs it."
+            f"parallel splits linear layers, experts and attention, and {program.target.name} has recurrent layers; "
+            "leave parallel out, so that one device runs it."
         )
 
 
-def _split_all(module: fx.GraphModule, count: int) -> tuple[list[str], dict[str, str]]:
+def _split_all(
+    module: fx.GraphModule, count: int, only: tuple[int, torch.device] | None
+) -> tuple[list[str], dict[str, str]]:
     """Split what can be split: a line for each split, and by the names of other weights the reasons against it."""
     splits, reasons, values = list[str](), dict[str, str](), dict[object, Any]()
     for node in list(module.graph.nodes):
@@ -130,38 +128,44 @@ def _split_all(module: fx.GraphModule, count: int) -> tuple[list[str], dict[str,
         if product is None or DEVICE in node.meta:
             continue
         try:
-            splits.append(_split(module, product, count, values))
+            splits.append(_split(Region(module, node, values, only), product, count))
         except WholeError:
             continue
         except Mismatch as reason:
-            for other in (product, *products_behind(product.x)):
-                reasons.setdefault(str(other.weight.target), str(reason))
+            for tensor in (t for other in (product, *products_behind(product.x)) for t in other.weight):
+                reasons.setdefault(str(tensor.target), str(reason))
     return splits, reasons
 
 
-def _split(module: fx.GraphModule, product: Product, count: int, values: dict[object, Any]) -> str:
+def _split(region: Region, product: Product, count: int) -> str:
     """Let each device multiply its part of the inputs of a product; returns a line for the report.
 
     Raises:
         Mismatch: the inputs cannot be computed by parts, and nothing has changed.
     """
-    node, width = product.node, int(product.x.meta["val"].shape[-1])
-    region = Region(module, node, values)
+    width, behind = int(product.x.meta["val"].shape[-1]), up_to_sum(product.node)
+    at_once = bool(behind) or product.expert_ids is not None  # such a bias is no single one behind the sum
     try:
         share, rest = divmod(width, count)
         parts = [Part(product.x.meta["val"].dim() - 1, device * share, share) for device in range(count)]
-        partial = [region.partial_sum(product, part, device) for device, part in enumerate(parts)]
+        partial = [
+            region.partial_sum(product, part, device, bias=at_once and device == 0) for device, part in enumerate(parts)
+        ]
         region.check_closed()
         if rest:
             raise Mismatch(f"{width} inputs are not divided by {count} devices")
     except Mismatch:
         region.undo()
         raise
-    line = f"{product.weight.target}: columns; {', '.join(str(w.target) for w in region.cut)}: rows"
-    result = insert(node, ALL_REDUCE, (partial,), name="all_reduce")
-    if product.bias is not None:  # once, and not by each device
-        result = insert(node, aten.add.Tensor, (result, product.bias))
-    replace(node, result)
+    before = product.node
+    for node in behind:
+        partial = [region.follow(node, before, own, device) for device, own in enumerate(partial)]
+        before = node
+    line = f"{product.weight[0].target}: columns; {', '.join(str(w.target) for w in region.cut)}: rows"
+    result = insert(before, ALL_REDUCE, (partial,), name="all_reduce")
+    if product.bias is not None and not at_once:  # once, and not by each device
+        result = insert(before, aten.add.Tensor, (result, product.bias))
+    replace(before, result)
     return line
 
 
@@ -177,7 +181,8 @@ def _misses(program: Program, reasons: dict[str, str]) -> Iterator[NearMiss]:
     """The matrices that are whole on every device."""
     seen = set[object]()
     for name, node, tensor in _read(program):
-        if DEVICE in node.meta or tensor.dim() < 2 or view_of(tensor) in seen:
+        in_parts = any(DEVICE in user.meta for user in node.users)  # a tensor that parts of a weight have in common
+        if DEVICE in node.meta or in_parts or tensor.dim() < 2 or view_of(tensor) in seen:
             continue
         seen.add(view_of(tensor))
         table = name == "lm_head" or any(user.target is aten.embedding.default for user in node.users)

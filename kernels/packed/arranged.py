@@ -89,6 +89,10 @@ class Arranged(Format):
         """Whether a weight with so many inputs and with such scales, as they are published, can be arranged."""
         return self._divides(inputs, self.published.block(inputs, scale)[1])
 
+    def inputs_together(self, inputs: int, scale: Tensor) -> int:
+        """Whole blocks of sorted inputs, too."""
+        return math.lcm(super().inputs_together(inputs, scale), self.together)
+
     def _divides(self, *sizes: int) -> bool:
         return all(size % self.together == 0 for size in sizes)
 
@@ -167,14 +171,19 @@ class ArrangedMxfp4(Arranged, Mxfp4):
     def arrange(self, weight: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Numbers in order, then the bits of each word, and scales side by side."""
         numbers, scale = super().arrange(weight)
-        padded = functional.pad(scale, (0, -scale.shape[-1] % 4), value=BIAS)
-        return numbers, padded.view(torch.int32)
+        return numbers, self._side_by_side(scale)
+
+    def _side_by_side(self, scale: Tensor) -> Tensor:
+        return functional.pad(scale, (0, -scale.shape[-1] % 4), value=BIAS).contiguous().view(torch.int32)
+
+    def _of_groups(self, weight: Sequence[Tensor]) -> Tensor:
+        groups = weight[0].shape[-1] * self.per_element // GROUP
+        return weight[1].contiguous().view(torch.uint8)[..., :groups]
 
     def restore(self, weight: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The inverse of :meth:`arrange`."""
-        numbers, scale = super().restore(weight)
-        groups = numbers.shape[-1] * self.per_element // GROUP
-        return numbers, scale.contiguous().view(torch.uint8)[..., :groups].contiguous()
+        numbers, _ = super().restore(weight)
+        return numbers, self._of_groups(weight).contiguous()
 
     def _in_order(self, stored: Tensor) -> Tensor:
         return _moved(super()._in_order(stored), _BITS)
@@ -189,6 +198,14 @@ class ArrangedMxfp4(Arranged, Mxfp4):
     def block(self, inputs: int, scale: Tensor) -> tuple[int, int]:
         """A row of a group, four of which have their scales in an element."""
         return 1, GROUP
+
+    def part(self, weight: Sequence[Tensor], begin: int, size: int, *, of_inputs: bool) -> tuple[Tensor, ...]:
+        """As of every format. Scales of inputs are copied: a part may begin inside of a word, and end there."""
+        if not of_inputs:
+            return super().part(weight, begin, size, of_inputs=False)
+        of_groups = self._of_groups(weight)
+        numbers, scale = self.published.part((weight[0], of_groups), begin, size, of_inputs=True)
+        return numbers, self._side_by_side(scale)
 
     def shapes(
         self, outputs: int, inputs: int, group_size: int | None, dtype: torch.dtype

@@ -38,6 +38,7 @@ class EightBits(Format):
 
     def __init__(self, name: str, stored: torch.dtype, *, quantises_rows: bool) -> None:
         self.name, self.stored, self.quantises_rows = name, stored, quantises_rows
+        self.rounded_together = 0 if quantises_rows else 1
         self.cpu_product = "e4m3" if stored.is_floating_point else "int8"
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,6 +99,10 @@ class StaticEights(Static, EightBits):
     kinds = (*EightBits.kinds, "input scale")
     stack_parts = (*EightBits.stack_parts, "_input_scale")
 
+    def __init__(self, name: str, stored: torch.dtype) -> None:
+        super().__init__(name, stored, quantises_rows=True)
+        self.rounded_together = 1
+
     def _row_scale(self, rows: Tensor, weight: Sequence[Tensor]) -> Tensor:
         return weight[2]
 
@@ -106,11 +111,11 @@ FP8_CHANNEL = EightBits("fp8_channel", torch.float8_e4m3fn, quantises_rows=False
 """Weights in e4m3; activations are not quantised."""
 FP8_TOKEN = EightBits("fp8_token", torch.float8_e4m3fn, quantises_rows=True)
 """The same weights, and activations in e4m3 with a scale for each row."""
-FP8_STATIC = StaticEights("fp8_static", torch.float8_e4m3fn, quantises_rows=True)
+FP8_STATIC = StaticEights("fp8_static", torch.float8_e4m3fn)
 """The same weights, and activations in e4m3 with a scale for each layer."""
 INT8_CHANNEL = EightBits("int8_channel", torch.int8, quantises_rows=False)
 """Weights in int8; activations are not quantised."""
 INT8_TOKEN = EightBits("int8_token", torch.int8, quantises_rows=True)
 """The same weights, and activations in int8 with a scale for each row."""
-INT8_STATIC = StaticEights("int8_static", torch.int8, quantises_rows=True)
+INT8_STATIC = StaticEights("int8_static", torch.int8)
 """The same weights, and activations in int8 with a scale for each layer."""

@@ -10,6 +10,7 @@ A stack of weights has a dimension for its experts in front of all others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +32,8 @@ class Format:
         per_element: how many numbers an element of that dtype holds.
         scale_dtypes: the dtypes that scales may have.
         quantises_rows: whether rows of activations are quantised, too, by :meth:`quantise_rows`.
+        rounded_together: how many neighbouring inputs of a row of activations are rounded by a scale that their own
+            largest magnitude decides; 0 stands for all of them.
         kinds: what each of the parts holds: ``numbers``, then ``scale``, ``global scale``, ``zero point``, ``group
             index`` or ``input scale``.
         of_matrix: the parts that files hold once for a matrix, ``[1]``. Modules have them for each output, ``[O, 1]``,
@@ -53,6 +56,7 @@ class Format:
     per_element: int = 1
     scale_dtypes: tuple[torch.dtype, ...]
     quantises_rows: bool = False
+    rounded_together: int = 1
     kinds: tuple[str, ...] = ("numbers", "scale")
     of_matrix: tuple[str, ...] = ()
     shared: str = "scale"
@@ -76,6 +80,54 @@ class Format:
     def outputs_together(self, inputs: int, scale: Tensor) -> int:
         """How many neighbouring outputs have an element of some tensor in common."""
         return self.block(inputs, scale)[0]
+
+    def inputs_together(self, inputs: int, scale: Tensor) -> int:
+        """How many neighbouring inputs a part of a weight takes or leaves as a whole, so that no value changes.
+
+        Groups are such, unless a scale for all inputs does for a part of them as well.
+        """
+        group = self.block(inputs, scale)[1] if scale.shape[-1] > 1 else 1
+        return math.lcm(self.per_element, group, self.rounded_together)
+
+    def part(self, weight: Sequence[Tensor], begin: int, size: int, *, of_inputs: bool) -> tuple[Tensor, ...]:
+        """The weight of ``size`` outputs from ``begin`` on, or of so many inputs, for all rows of the others.
+
+        Products of such parts of inputs with the same parts of rows add up to the product of all. The tensors show the
+        memory of those of the weight wherever they can, and are these themselves if they say the same about all parts.
+
+        Raises:
+            ValueError: a part cannot begin or end there.
+        """
+        outputs, inputs = self.check(weight)
+        count, what, dim = (inputs, "inputs", -1) if of_inputs else (outputs, "outputs", -2)
+        require(
+            not of_inputs or self.rounded_together > 0,
+            lambda: f"{self.name} rounds a row of activations by one scale for all {inputs} inputs, which for some of "
+            "them would be another one",
+        )
+        together = (self.inputs_together if of_inputs else self.outputs_together)(inputs, weight[1])
+        end = begin + size
+        require(
+            begin % together == 0 and (end % together == 0 or end == count),
+            lambda: f"{what} {begin} to {end} of {count} in {self.name} are no whole groups of {together}",
+        )
+        units = self._units(weight, inputs, of_inputs=of_inputs)
+        parts = tuple(
+            tensor.narrow(dim, begin // unit, -(-size // unit)) if unit else tensor
+            for tensor, unit in zip(weight, units, strict=True)
+        )
+        self.check(parts)
+        return parts
+
+    def _units(self, weight: Sequence[Tensor], inputs: int, *, of_inputs: bool) -> list[int]:
+        """How many inputs, or outputs, an element of each tensor is for; 0 if it is for all of them."""
+        outputs, group = self.block(inputs, weight[1])
+        if of_inputs:
+            own = {"numbers": self.per_element, "scale": group, "zero point": group, "group index": 1}
+            each = zip(self.kinds, weight, strict=True)
+            return [own.get(kind, 0) if tensor.shape[-1] > 1 else 0 for kind, tensor in each]
+        own = {"numbers": 1, "scale": outputs, "global scale": 1, "zero point": self.per_element}
+        return [own.get(kind, 0) for kind in self.kinds]
 
     def check_scale(self, outputs: int, inputs: int, scale: Tensor) -> None:
         """Raise ValueError unless ``scale`` has the shape that a weight ``[outputs, inputs]`` needs."""

@@ -31,6 +31,7 @@ class Fp8Blocks(Format):
     stored = torch.float8_e4m3fn
     scale_dtypes = (torch.float32, torch.bfloat16, torch.float64)
     quantises_rows = True
+    rounded_together = BLOCK
     cpu_product: str | None = "e4m3"
 
     def numbers(self, stored: Tensor, dtype: torch.dtype) -> Tensor:

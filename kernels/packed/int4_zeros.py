@@ -108,6 +108,13 @@ class Int4ActOrder(Int4Zeros):
     stack_parts = (*Int4Zeros.stack_parts, "_g_idx")
     own_inputs = "which of its inputs are a group"
 
+    def inputs_together(self, inputs: int, scale: Tensor) -> int:
+        """Those of a word: a part has the scales of all groups."""
+        return self.per_element
+
+    def _units(self, weight: Sequence[Tensor], inputs: int, *, of_inputs: bool) -> list[int]:
+        return [self.per_element, 0, 0, 1] if of_inputs else super()._units(weight, inputs, of_inputs=False)
+
     def check(self, weight: Sequence[Tensor]) -> tuple[int, int]:
         """As of the other format, with a group for each input."""
         outputs, inputs = super().check(weight)

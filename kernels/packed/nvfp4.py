@@ -112,6 +112,7 @@ class Nvfp4Rows(Static, Nvfp4):
     """The same, and activations in such numbers."""
 
     name = "nvfp4_rows"
+    rounded_together = GROUP
     parts = (*Nvfp4.parts, "input_global_scale")
     kinds = (*Nvfp4.kinds, "input scale")
     stack_parts = (*Nvfp4.stack_parts, "_input_global_scale")

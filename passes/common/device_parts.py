@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -21,9 +21,19 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.ir.graphs import DEVICE, arguments, get_attribute, set_attribute
-from specgraph.ir.linear import describe
+from specgraph.ir.linear import DENSE, describe
+from specgraph.ir.scheme import Scheme
 from specgraph.ir.shapes import LAYOUT, called
-from specgraph.passes.common.patterns import CONVERSIONS, PARTS, Mismatch, aten, insert, same_sizes, value_of
+from specgraph.passes.common.patterns import (
+    CONVERSIONS,
+    PARTS,
+    Mismatch,
+    aten,
+    insert,
+    only_user,
+    same_sizes,
+    value_of,
+)
 
 ATTENTION = torch.ops.specgraph.attention.default
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints)
@@ -48,41 +58,57 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A product of rows with one plain matrix, however the model writes it.
+    """A product of rows with a weight, or with the matrices of a stack, however the model writes it.
 
     Attributes:
         node: the call.
+        scheme: how the weight is stored.
         x: the rows.
-        weight: the node that reads the matrix.
+        weight: the nodes that read the tensors of the weight.
         bias: the node that reads the bias; or None.
-        outputs: the dimension of the matrix that counts the outputs, 0 or 1.
+        expert_ids: which matrix of a stack each row meets; None if there is one matrix.
+        swapped: whether the inputs come before the outputs in a matrix.
     """
 
     node: fx.Node
+    scheme: Scheme
     x: Any
-    weight: fx.Node
+    weight: tuple[fx.Node, ...]
     bias: fx.Node | None
-    outputs: int
+    expert_ids: Any = None
+    swapped: bool = False
 
-    def call(self, x: Any, weight: fx.Node, bias: fx.Node | None, name: str) -> fx.Node:
+    def call(self, x: Any, weight: Sequence[fx.Node], bias: fx.Node | None, name: str) -> fx.Node:
         """The same product of other tensors, in front of this one."""
-        op, args = self.node.target, (x, weight) if bias is None else (x, weight, bias)
-        if self.outputs == 1:
-            op, args = (aten.mm.default, args) if bias is None else (op, (bias, x, weight))
-        return insert(self.node, op, args, name=name)
+        op: Any = self.node.target
+        args: tuple[Any, ...] = (x, *self.scheme.operands(weight))
+        if op is aten.addmm.default:
+            op, args = (aten.mm.default, args) if bias is None else (op, (bias, *args))
+        elif self.expert_ids is not None:
+            args = (*args, bias, self.expert_ids)
+        elif bias is not None:
+            args = (*args, bias)
+        given = self.node.kwargs
+        options = {
+            each.name: given[each.name] for each in op._schema.arguments if each.kwarg_only and each.name in given
+        }
+        return insert(self.node, op, args, options, name)
 
 
 def product_of(node: fx.Node) -> Product | None:
     """``node`` as a product that can be cut; None if it is none."""
     linear = describe(node)
-    if linear is not None and linear.is_traced and len(linear.weight) == 1:
-        found = Product(node, linear.x, linear.weight[0], linear.bias, 0)
+    if linear is not None and (linear.is_traced or (linear.expert_ids is not None and not linear.epilogue.get("gate"))):
+        found = Product(
+            node, linear.scheme, linear.x, linear.weight, linear.bias, linear.expert_ids,
+            linear.epilogue.get("transposed", False),
+        )  # fmt: skip
     elif node.target is aten.addmm.default and not node.kwargs:  # linear layers of GPT-2, whose weights are [I, O]
         bias, x, weight = cast(list[fx.Node], node.args)
-        found = Product(node, x, weight, bias, 1)
+        found = Product(node, DENSE, x, (weight,), bias, swapped=True)
     else:
         return None
-    named = (found.weight,) if found.bias is None else (found.weight, found.bias)
+    named = found.weight if found.bias is None else (*found.weight, found.bias)
     return found if all(each.op == "get_attr" for each in named) else None
 
 
@@ -95,14 +121,16 @@ class Region:
         last: the product.
         values: what tracing would have noted for parts, by what they are parts of. Regions of a module share it, since
             fake tensors take long to make.
+        only: the device whose nodes will be left, and where it is; None if all are.
         covered: the nodes that have been copied, and need not run whole any more.
-        cut: the nodes that read the weights of the products among them.
+        cut: the nodes that read the numbers of the weights of the products among them.
         made: the new nodes, in the order in which they were made.
     """
 
     module: fx.GraphModule
     last: fx.Node
     values: dict[object, Any]
+    only: tuple[int, torch.device] | None = None
     covered: dict[fx.Node, None] = field(default_factory=dict)
     cut: dict[fx.Node, None] = field(default_factory=dict)
     made: list[fx.Node] = field(default_factory=list)
@@ -124,21 +152,32 @@ class Region:
             self._known[key] = self._computed(value, part, device)
         return self._known[key]
 
-    def weight(self, node: fx.Node, part: Part, device: int) -> fx.Node:
-        """A node that reads a part of the tensor that ``node`` reads. It is a view of the same memory."""
-        end = part.begin + part.size
-        name = f"{node.target}_device{device}_dim{part.dim}_{part.begin}_{end}"
-        tensor = get_attribute(self.module, str(node.target)).detach()
-        set_attribute(self.module, name, tensor.narrow(part.dim, part.begin, part.size))
-        with self.module.graph.inserting_before(node):
-            return self._noted(self.module.graph.get_attr(name), node, part, device)
-
-    def partial_sum(self, product: Product, part: Part, device: int) -> fx.Node:
+    def partial_sum(self, product: Product, part: Part, device: int, *, bias: bool) -> fx.Node:
         """What a device adds to the result of a product: the part of its inputs times the columns of these."""
         x = self.part(product.x, part, device)
-        weight = self.weight(product.weight, part._replace(dim=1 - product.outputs), device)
-        new = product.call(x, weight, None, _name(product.node, device))
+        weight = self._weight(product, [part], device, of_inputs=True)
+        new = product.call(x, weight, product.bias if bias else None, _name(product.node, device))
         return self._noted(new, product.node, None, device)
+
+    def rows(self, product: Product, parts: Sequence[Part], device: int) -> fx.Node:
+        """Some outputs of a product, those of one part behind those of another: of so many rows of its weight."""
+        node, (first, *_) = product.node, parts
+        self.covered[node] = None
+        if first.dim != node.meta["val"].dim() - 1:
+            raise Mismatch(f"{node.name} would be cut between rows")
+        self.cut[product.weight[0]] = None
+        weight, bias = self._weight(product, parts, device, of_inputs=False), None
+        if product.bias is not None:
+            tensor = self._tensor(product.bias)
+            pieces = [tensor.narrow(-1, part.begin, part.size) for part in parts]
+            bias = self._read(product.bias, self._joined(pieces, -1, device), "outputs", parts, device)
+        new = product.call(product.x, weight, bias, _name(node, device))
+        return self._noted(new, node, first._replace(size=sum(part.size for part in parts)), device)
+
+    def follow(self, node: fx.Node, source: fx.Node, part: fx.Node, device: int) -> fx.Node:
+        """What ``node`` makes of ``source``, of what a device adds to that."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: part if value is source else value)
+        return self._noted(insert(node, node.target, args, kwargs, _name(node, device)), node, None, device)
 
     def check_closed(self) -> None:
         """Raise ``Mismatch`` if something else reads a node that was copied: it would run whole, too."""
@@ -155,13 +194,14 @@ class Region:
 
     def _computed(self, node: fx.Node, part: Part, device: int) -> fx.Node:
         if node.op == "get_attr":
-            return self.weight(node, part, device)
+            tensor = self._tensor(node).narrow(part.dim, part.begin, part.size)
+            return self._read(node, tensor, f"dim{part.dim}", [part], device)
         if node.op != "call_function" or "hidden_state" in node.meta or node.target in WHOLE:
             raise WholeError(f"{node.name} is whole on every device")
         self.covered[node] = None
         product = product_of(node)
         if product is not None:
-            return self._rows(product, part, device)
+            return self.rows(product, [part], device)
         rule = RULES.get(node.target) or (
             _pointwise if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
         )
@@ -170,15 +210,49 @@ class Region:
         found = rule(self, node, part, device)
         return found if isinstance(found, fx.Node) else self.copy(node, part, device, *found)
 
-    def _rows(self, product: Product, part: Part, device: int) -> fx.Node:
-        """Some outputs of a product: of so many rows of its weight."""
-        node = product.node
-        if part.dim != node.meta["val"].dim() - 1:
-            raise Mismatch(f"{node.name} would be cut between rows")
-        self.cut[product.weight] = None
-        weight = self.weight(product.weight, part._replace(dim=product.outputs), device)
-        bias = None if product.bias is None else self.weight(product.bias, part._replace(dim=0), device)
-        return self._noted(product.call(product.x, weight, bias, _name(node, device)), node, part, device)
+    def _weight(self, product: Product, parts: Sequence[Part], device: int, *, of_inputs: bool) -> list[fx.Node]:
+        """Nodes that read the weight of some inputs or outputs. They are the product's own for what all have in common.
+
+        What lies at one place is a view of the same memory wherever the scheme has one.
+        """
+        whole = [self._tensor(node).mT if product.swapped else self._tensor(node) for node in product.weight]
+        try:
+            cut = [product.scheme.part(whole, part.begin, part.size, of_inputs=of_inputs) for part in parts]
+        except ValueError as reason:
+            raise Mismatch(str(reason)) from reason
+        nodes, what = list[fx.Node](), "inputs" if of_inputs else "outputs"
+        for node, tensor, *pieces in zip(product.weight, whole, *cut, strict=True):
+            if pieces[0] is tensor:
+                nodes.append(node)
+                continue
+            own = self._joined(pieces, -2, device)
+            nodes.append(self._read(node, own.mT if product.swapped else own, what, parts, device))
+        return nodes
+
+    def _joined(self, pieces: Sequence[Tensor], dim: int, device: int) -> Tensor:
+        """One tensor of several, a copy where the device is; of a device that will not be left, without memory."""
+        if len(pieces) == 1:
+            return pieces[0]
+        if self.only is None or self.only[0] == device:
+            there = pieces[0].device if self.only is None else self.only[1]
+            return torch.cat([piece.to(there) for piece in pieces], dim)
+        shape = [*pieces[0].shape]
+        shape[dim] = sum(piece.shape[dim] for piece in pieces)
+        return pieces[0].new_empty(1).expand(shape)
+
+    def _tensor(self, node: fx.Node) -> Tensor:
+        return get_attribute(self.module, str(node.target)).detach()
+
+    def _read(self, node: fx.Node, tensor: Tensor, what: str, parts: Sequence[Part], device: int) -> fx.Node:
+        """A node that reads what a device has of the tensor that ``node`` reads."""
+        places = "_".join(f"{part.begin}_{part.begin + part.size}" for part in parts)
+        name = f"{node.target}_device{device}_{what}_{places}"
+        set_attribute(self.module, name, tensor)
+        with self.module.graph.inserting_before(node):
+            new = self._noted(self.module.graph.get_attr(name), node, None, device)
+        if "val" in new.meta:
+            new.meta["val"] = self._of_shape(new.meta["val"], tensor.shape)
+        return new
 
     def copy(self, node: fx.Node, part: Part, device: int, args: Any, kwargs: Any = None) -> fx.Node:
         """A copy of a node with other arguments, which computes a part of what the node does."""
@@ -200,7 +274,10 @@ class Region:
             return [self._narrowed(each, part) for each in value]
         shape = list(value.shape)
         shape[part.dim] = part.size
-        key = str(shape), value.dtype
+        return self._of_shape(value, shape)
+
+    def _of_shape(self, value: Any, shape: Sequence[Any]) -> Any:
+        key = str([*shape]), value.dtype
         if key not in self.values:
             self.values[key] = value.new_empty(shape)
         return self.values[key]
@@ -226,6 +303,21 @@ def products_behind(value: Any) -> Iterator[Product]:
             yield product
         else:
             waiting += node.all_input_nodes
+
+
+def up_to_sum(node: fx.Node) -> list[fx.Node]:
+    """What follows a product up to a sum over some of its results, as over experts, with views and rounding behind it.
+
+    Each is linear in the one before it, and nothing else reads that. So sums over devices come out the same behind it.
+    """
+    chain, end = list[fx.Node](), 0
+    while "hidden_state" not in node.meta and (user := only_user(node)) is not None:
+        summed, same = user.target is aten.sum.dim_IntList, user.target in (*VIEWS, *CONVERSIONS)
+        if not (summed or same or (user.target is aten.mul.Tensor and user.args.count(node) == 1)):
+            break
+        chain.append(user)
+        end, node = len(chain) if summed or (same and 0 < end == len(chain) - 1) else end, user
+    return chain[:end]
 
 
 def _name(node: fx.Node, device: int) -> str:
@@ -287,27 +379,35 @@ def _slice(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     x, dim, begin = given["self"], given["dim"] % node.meta["val"].dim(), given["start"] or 0
     if dim != part.dim:
         return ((region.part(x, part, device), *node.args[1:]),)
-    if given["step"] != 1 or begin < 0:
-        raise Mismatch(f"{node.name} takes every {given['step']}. value from {begin} on of what is cut")
-    return region.part(x, part._replace(begin=part.begin + begin), device)
+    step, whole = given["step"], x.meta["val"].shape[dim]
+    if step == 1 and begin >= 0:
+        return region.part(x, part._replace(begin=part.begin + begin), device)
+    if not 0 <= begin < step or node.meta["val"].shape[dim] * step != whole:
+        raise Mismatch(f"{node.name} takes every {step}. value from {begin} on of what is cut")
+    # Values of pairs, or of more: of some whole ones, the same places.
+    return ((region.part(x, Part(dim, part.begin * step, part.size * step), device), *node.args[1:]),)
 
 
 def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     """One of the tensors into which another one is cut: along the dimension that is cut, a range of it."""
-    parts, index = node.args
+    parts, index = cast(Any, node.args)
     if getattr(parts, "target", None) not in PARTS:
         raise Mismatch(f"{node.name} is an item of {parts}")
-    given: Any = arguments(parts)  # type: ignore[arg-type]
-    region.covered[parts] = None  # type: ignore[index]
-    x, values = given["self"], parts.meta["val"]  # type: ignore[union-attr]
-    if given["dim"] % node.meta["val"].dim() == part.dim:
-        before = sum(value.shape[part.dim] for value in values[:index])
-        return region.part(x, part._replace(begin=part.begin + before), device)
-    key = (parts, part, device)
-    if key not in region._known:
-        source = region.part(x, part, device)
-        region._known[key] = region.copy(parts, part, device, (source, *parts.args[1:]))  # type: ignore[index,arg-type,union-attr]
-    return ((region._known[key], index),)  # type: ignore[index]
+    given, key = arguments(parts), (parts, part, device)
+    region.covered[parts] = None
+    x, is_cut = given["self"], given["dim"] % node.meta["val"].dim() == part.dim
+    if not is_cut and key not in region._known:
+        region._known[key] = region.copy(parts, part, device, (region.part(x, part, device), *parts.args[1:]))
+    elif is_cut:
+        sizes = [value.shape[part.dim] for value in parts.meta["val"]]
+        own = [part._replace(begin=part.begin + sum(sizes[:place])) for place in range(len(sizes))]
+        product = product_of(x)
+        joined = product is not None and product.expert_ids is not None and parts.target is aten.chunk.default
+        if product is None or not joined or len({*sizes}) > 1:
+            return region.part(x, own[index], device)
+        if key not in region._known:  # one product for all items, as before, so that it can take in the gate behind it
+            region._known[key] = region.copy(parts, part, device, (region.rows(product, own, device), *parts.args[1:]))
+    return ((region._known[key], index),)
 
 
 def _side_by_side(region: Region, node: fx.Node, part: Part, device: int) -> Any:

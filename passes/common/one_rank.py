@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, fx, nn
 from specgraph.ir.devices import move_node
 from specgraph.ir.drafter import BoundDrafter, Mask
 from specgraph.ir.graphs import DEVICE, calls, get_attribute, new_module, remove_dead_code, set_attribute
+from specgraph.ir.linear import Linear, linears
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import LAYOUT
 from specgraph.ir.tensors import view_of
@@ -31,6 +33,47 @@ def keep_rank(program: Program, rank: int, world_size: int, device: torch.device
     program.modules["target"] = new_module(target, target.graph, "target")
     if device != program.target.device:
         _Move(program, device).run()
+    if device.type == "cuda":
+        sort_weights(program)
+    _own_weights(program.modules["target"])
+
+
+def sort_weights(program: Program) -> None:
+    """Let weights stand as kernels of GPUs take them. Those of a model on a GPU do before, those from a CPU do not."""
+    for module in program.modules.values():
+        done = dict[str, Mapping[str, Any]]()
+        for linear in filter(_reads_attributes, linears(module.graph)):
+            name, tensors = str(linear.weight[0].target), linear.tensors(module)[: len(linear.weight)]
+            if name not in done and (found := linear.scheme.in_gpu_order(tensors)) is not None:
+                done[name], tensors = found
+                for node, tensor in zip(linear.weight, tensors, strict=True):
+                    _put(module, str(node.target), tensor)
+                    if "val" in node.meta:
+                        node.meta["val"] = node.meta["val"].new_empty(tensor.shape, dtype=tensor.dtype)
+            linear.node.kwargs = {**linear.node.kwargs, **done.get(name, {})}
+        module.recompile()
+
+
+def _own_weights(module: fx.GraphModule) -> None:
+    """Let nothing that is done to the weights of linear layers behind this, such as merging them, reach the model.
+
+    Parts of weights whose ops want rows that follow each other in memory are copied, and so are the biases of stacks.
+    """
+    for linear in filter(_reads_attributes, linears(module.graph)):
+        for place, node in enumerate(linear.constants):
+            tensor = get_attribute(module, str(node.target)).detach()
+            as_it_lies = linear.scheme.strided and place < len(linear.weight)
+            _put(module, str(node.target), tensor if as_it_lies else tensor.contiguous())
+
+
+def _put(module: fx.GraphModule, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of another one, as a parameter if that is one."""
+    parameter = isinstance(get_attribute(module, name), nn.Parameter)
+    set_attribute(module, name, nn.Parameter(tensor, requires_grad=False) if parameter else tensor)
+
+
+def _reads_attributes(linear: Linear) -> bool:
+    return all(isinstance(node, fx.Node) and node.op == "get_attr" for node in linear.constants)
 
 
 def _keep_nodes(graph: fx.Graph, rank: int, world_size: int) -> None:

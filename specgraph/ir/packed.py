@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from specgraph.ir.scheme import Scheme
 from specgraph.ir.tensors import equal_tensors
 from specgraph.kernels.packed.cpu import Compiler
 from specgraph.kernels.packed.format import Format
+from specgraph.kernels.packed.formats import ARRANGED
 
 Compiler.load = staticmethod(compile_library)
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
@@ -38,6 +40,19 @@ class Packed(Scheme):
     def wants_few_rows(self, dtype: torch.dtype) -> bool:
         """Not at all: the op itself has a variant for CPUs."""
         return False
+
+    def part(self, weight: Sequence[Tensor], begin: int, size: int, *, of_inputs: bool) -> tuple[Tensor, ...]:
+        """As the format cuts it, between groups."""
+        return self.form.part(weight, begin, size, of_inputs=of_inputs)
+
+    def in_gpu_order(self, weight: Sequence[Tensor]) -> tuple[Mapping[str, Any], tuple[Tensor, ...]] | None:
+        """With numbers sorted, where a format for that is known and takes the weight."""
+        arranged, numbers = ARRANGED.get(self.form.name), weight[0]
+        if arranged is None or not (numbers.dim() == 2 or arranged.in_stacks):
+            return None
+        if not arranged.takes(numbers.shape[-1] * self.form.per_element, weight[1]):
+            return None
+        return {"format": arranged.name}, arranged.arrange(weight)
 
     def weight_of(self, module: nn.Module) -> tuple[Tensor, ...] | None:
         """The tensors of every module that holds those of the format, and else at most a bias.
@@ -112,7 +127,7 @@ def packed(form: Format) -> Packed:
     return Packed(
         form.name, ops.packed_linear.default, lowered=ops.packed_linear.default,
         with_norm=ops.packed_linear_norm.default, quantises_rows=form.quantises_rows,
-        experts=ops.packed_expert_linear.default, options={"format": form.name}, form=form,
+        experts=ops.packed_expert_linear.default, strided=False, options={"format": form.name}, form=form,
     )  # fmt: skip
 
 

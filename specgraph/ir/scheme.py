@@ -31,6 +31,7 @@ class Scheme:
         experts: the op whose argument ``expert_ids`` says for each row which matrix of a stack it meets,
             ``(x, *weight, bias, expert_ids, *, top_k, gate, pairs)`` as ``specgraph::expert_linear`` has it, the last
             two only if it takes in the function behind it; or None.
+        strided: whether the ops are as fast with a weight whose rows do not follow each other in memory.
         options: arguments that every call of an op has, by which schemes with the same ops are told apart.
     """
 
@@ -42,6 +43,7 @@ class Scheme:
     quantises_rows: bool = False
     few_rows: Callable[..., Tensor] | None = None
     experts: Any = None
+    strided: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -57,6 +59,26 @@ class Scheme:
     def operands(self, weight: Sequence[Any]) -> tuple[Any, ...]:
         """The tensors of a weight, or the nodes that read them, as the ops take them behind ``x``."""
         return tuple(weight)
+
+    def part(self, weight: Sequence[Tensor], begin: int, size: int, *, of_inputs: bool) -> tuple[Tensor, ...]:
+        """The weight of ``size`` outputs from ``begin`` on, or of so many inputs, for all rows of the others.
+
+        Products of such parts of inputs with the same parts of rows add up to the product of all. The tensors are views
+        where they can be, and those of the weight itself if all parts have one in common. A scheme with more tensors
+        than one matrix, or a stack of them, overrides this.
+
+        Raises:
+            ValueError: a part cannot begin or end there.
+        """
+        if len(weight) > 1:
+            raise ValueError(f"{self.name} weights have {len(weight)} tensors, of which no parts are known")
+        return (weight[0].narrow(-1 if of_inputs else -2, begin, size),)
+
+    def in_gpu_order(self, weight: Sequence[Tensor]) -> tuple[Mapping[str, Any], tuple[Tensor, ...]] | None:
+        """The tensors of a weight as kernels of GPUs take them best, and what calls of the ops have in :attr:`options`
+        then; None if they stand so already, or in no other way.
+        """
+        return None
 
     @property
     def in_common(self) -> tuple[int, ...]:

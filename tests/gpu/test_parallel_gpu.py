@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from specgraph import ConfigError, InputError, NumericsError, SpeculativeDecoder
 from specgraph.kernels.linear import all_reduce
 from specgraph.kernels.peers import PeerGroup, exchanging, not_waiting
 from tests.decoding import in_a_stream_and_a_session
+from tests.models import make_model
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -180,6 +182,45 @@ def test_one_gpu_has_nearly_the_same_logprobs() -> None:
     alone = specgraph.compile_speculative(loaded_target(), "none")
     one, two = (run(own, [3], 0.0, new=1) for own in (alone, decoder("none")))
     assert torch.allclose(one[0][1], two[0][1], atol=0.1)
+
+
+_LARGER: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+    "initializer_range": 0.05,
+}  # fmt: skip
+SHARED: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "int4": ("llama", "int4", {}), "fp8": ("llama", "fp8", {}), "mxfp4": ("llama", "mxfp4", {}),
+    "int8": ("phi3", "int8_channel", {}), "experts": ("qwen3_moe", None, {"moe_intermediate_size": 384}),
+    "int4 experts": ("qwen3_moe", "int4", {"moe_intermediate_size": 256}),
+    "sorted experts": ("gpt_oss", "mxfp4", {"intermediate_size": 320}),  # parts of 160 end inside of a word of scales
+    "shared experts": ("qwen2_moe", "fp8", {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_packed_weights_and_experts_are_split(name: str) -> None:
+    """The self-check compares with the model's own forward; drafts, company and another run change no bit."""
+    architecture, scheme, sizes = SHARED[name]
+    given: Any = make_model(architecture, dtype=torch.bfloat16, **{**_LARGER, **sizes})
+    if scheme is not None:
+        specgraph.quantise(given, scheme)
+    parallel = {"tensor": 2, "devices": [*map(str, DEVICES)]}
+    model = copy.deepcopy(given).cuda()
+    plain, drafted, from_cpu = (
+        specgraph.compile_speculative(own, {"draft": {"kind": kind, "num_speculative_tokens": 4}, "parallel": parallel})
+        for own, kind in ((model, "none"), (model, "ngram"), (given, "none"))
+    )
+    splits = [note for note in plain._reports[1].result.notes if "columns" in note]
+    assert len(splits) >= 2, plain.report()
+    generator = torch.Generator().manual_seed(0)
+    own = [torch.randint(3, 101, (3 + 3 * row,), generator=generator) for row in range(16)]
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.5, "eos_token_id": [], "return_logprobs": True}
+    expected = [plain.generate([prompt], seed=[row], **options) for row, prompt in enumerate(own)]
+    for decoder in (plain, drafted, drafted, from_cpu):
+        out = decoder.generate(own, seed=list(range(16)), **options)
+        for row, alone in enumerate(expected):
+            assert torch.equal(out.new_tokens[row], alone.new_tokens[0]), row
+            assert torch.equal(out.logprobs[row], alone.logprobs[0]), row
 
 
 @pytest.mark.parametrize(("kind", "k"), [("none", 1), ("eagle3", 3)])

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 import specgraph
-from specgraph import ConfigError, NumericsError, PassError, SpeculativeDecoder
+from specgraph import ConfigError, InputError, NumericsError, PassError, SpeculativeDecoder
 from specgraph.bench.models import random_head
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.compile import check_parallel, passes_of
@@ -28,17 +28,20 @@ from specgraph.errors import VerificationError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import DEVICE, calls, get_attribute
+from specgraph.ir.linear import linears
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import called
 from specgraph.ir.state import allocate
 from specgraph.ir.verifier import check_devices, verify_program
 from specgraph.kernels.peers import ThreadGroup, exchanging
 from specgraph.passes.base import PassResult
+from specgraph.passes.common.one_rank import sort_weights
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.pipeline import run_passes
 from specgraph.passes.shard import ALL_REDUCE, Shard, weights_on
+from specgraph.schemes.layers import PackedExperts, PackedLinear
 from tests.decoding import CONFIG, assert_same_tokens, compiled, in_a_stream_and_a_session, reference_greedy
 from tests.models import double_model, make_model, ragged_prompts
 
@@ -76,9 +79,9 @@ def greedy(architecture: str) -> list[Tensor]:
     return reference_greedy(model(architecture), PROMPTS, NEW)
 
 
-def sharded(count: int, rank: int | None = None, **options: Any) -> Program:
-    """The program of a llama with ``count`` devices, or of one of them, and page pools, which the verifier has seen."""
-    target = trace(make_model("llama", dtype=torch.float64, **options))
+def sharded(count: int, rank: int | None = None, own: PreTrainedModel | None = None, **options: Any) -> Program:
+    """The program of a model, else a llama, with ``count`` devices, or of one of them, and page pools, as verified."""
+    target = trace(own or make_model("llama", dtype=torch.float64, **options))
     passes = [ExposeFeatures(), Shard(count, rank), InsertKVCache(4)]
     program = [*run_passes(first_program(target, NoDrafter()), passes)[0].values()][-1]
     verify_program(program)
@@ -105,6 +108,83 @@ def test_tokens_are_those_of_one_device_and_of_generate(architecture: str) -> No
 def result(decoder: SpeculativeDecoder) -> PassResult:
     """What the pass says that it did."""
     return next(report.result for report in decoder._reports if report.name == "shard")
+
+
+WIDE = {
+    "num_attention_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "layer_types": None,
+}
+"""Sizes whose halves are whole blocks of 128."""
+SORTED = {**WIDE, "hidden_size": 128}
+ONE: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": None}
+PACKED: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "int4": ("phi3", "int4", WIDE), "fp8": ("llama", "fp8", WIDE), "int8_channel": ("llama", "int8_channel", WIDE),
+    "mixtral": ("mixtral", None, ONE), "gpt_oss": ("gpt_oss", None, ONE),
+    "fp8 experts": ("qwen3_moe", "fp8", {**WIDE, "moe_intermediate_size": 256}),
+    "sorted int4": ("llama", "int4", SORTED),
+    "sorted experts": ("gpt_oss", "mxfp4", {**SORTED, "intermediate_size": 192}),
+}  # fmt: skip
+"""Models with packed weights or experts. Those of the last two stand in the order of a GPU; of the experts, a device
+has 96 inputs, whose scales end inside of a word."""
+
+
+@functools.cache
+def packed(name: str) -> PreTrainedModel:
+    architecture, scheme, sizes = PACKED[name.replace("published", "sorted")]
+    own = make_model(architecture, dtype=torch.float64, **sizes)
+    if scheme is not None:
+        specgraph.quantise(own, scheme, group_size=32 if "int4" in scheme and sizes is not SORTED else None)
+    for module in own.modules() if name.startswith("sorted") else ():
+        if isinstance(module, PackedLinear | PackedExperts):
+            module.arrange()
+    return own
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_weights_and_experts_are_split(name: str) -> None:
+    own = packed(name)
+    many = compiled(own, "ngram", parallel=parallel(2), pipeline={"verify": True})
+    one, both = (each.generate(PROMPTS, max_new_tokens=NEW).new_tokens for each in (compiled(own, "none"), many))
+    assert_same_tokens(own, PROMPTS, both, one)
+    whole = ("embed_tokens", "lm_head", "gate.weight", "router.weight")
+    assert all(any(part in miss.where for part in whole) for miss in result(many).near_misses)
+    named = {path: p for path, p in own.named_parameters() if p.dim() > 1 and not any(part in path for part in whole)}
+    # A scale of one number for all inputs of a row is needed by every device that has some of these.
+    once = sum(
+        p.nbytes
+        for path, p in named.items()
+        if (p.shape[-1] == 1 and ("o_proj" in path or "down" in path)) or "down_proj_bias" in path
+    )
+    layers, shares = [*named.values()], weights_on(many.stages["shard"], 0)[0]
+    total, parts = (sum(tensor.nbytes for tensor in tensors) for tensors in (layers, shares))
+    assert (total - once) / 2 <= parts <= (total - once) / 2 * 1.02, "and words of scales, biases and sinks"
+
+
+def test_groups_that_a_device_would_have_a_part_of_stay_whole() -> None:
+    own = make_model("llama", dtype=torch.float64, **{**WIDE, "intermediate_size": 160})
+    many = compiled(specgraph.quantise(own, "int4", group_size=32), "none", parallel=parallel(2))
+    misses = {miss.where.rpartition("layers.0.")[2]: miss.reason for miss in result(many).near_misses}
+    reason = "inputs 0 to 80 of 160 in int4 are no whole groups of 32"
+    assert misses["mlp.down_proj.weight_packed"] == f"{reason} (2,560 bytes)"
+    assert misses["mlp.up_proj.weight_scale"] == f"{reason} (640 bytes)"
+    assert not any("attn" in name for name in misses)
+
+
+def test_what_is_written_into_joined_parts_is_noticed() -> None:
+    own = double_model("mixtral", 1, **ONE)
+    many = compiled(own, "none", parallel=parallel(2))
+    experts = own.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.down_proj.mul_(2)
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
+    with torch.no_grad():
+        experts.gate_up_proj.mul_(2)
+    with pytest.raises(InputError, match=r"gate_up_proj, of which the decoder reads a copy, was written"):
+        many.generate(PROMPTS, max_new_tokens=NEW)
 
 
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -248,10 +328,11 @@ def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_each_device_can_run_the_graph_of_its_own(count: int) -> None:
+@pytest.mark.parametrize(("name", "count"), [("llama", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2)])
+def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None:
     """With the bits of the graph of all devices, and with pages for its own key heads."""
-    program, sizes, window = sharded(count), {"B": 1, "b": 1, "M": 2, "N": 2}, torch.tensor([[5, 6, 7]])
+    own = packed(name) if name in PACKED else make_model(name, dtype=torch.float64)
+    program, sizes, window = sharded(count, own=own), {"B": 1, "b": 1, "M": 2, "N": 2}, torch.tensor([[5, 6, 7]])
 
     def run(program: Program) -> tuple[Tensor, Any]:
         given = allocate(program, sizes, torch.device("cpu"))
@@ -267,7 +348,7 @@ def test_each_device_can_run_the_graph_of_its_own(count: int) -> None:
             return run(own)
 
     group, (logits, together) = ThreadGroup(count), run(program)
-    ranks = [sharded(count, rank=rank) for rank in range(count)]
+    ranks = [sharded(count, rank=rank, own=own) for rank in range(count)]
     with ThreadPoolExecutor(count) as threads:
         results = list(threads.map(run_rank, ranks))
     assert all(torch.equal(own, logits) for own, _ in results)
@@ -276,12 +357,27 @@ def test_each_device_can_run_the_graph_of_its_own(count: int) -> None:
         assert torch.equal(results[device][1][2 * layer + index % 2], pool) and pool.any()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["sorted int4", "sorted experts"])
+def test_weights_from_a_cpu_are_sorted_as_those_of_a_model_on_a_gpu(name: str) -> None:
+    given, own = (sharded(2, rank=1, own=packed(each)) for each in (name.replace("sorted", "published"), name))
+    sort_weights(given)
+    verify_program(given)
+    first, second = (program.modules.unchanged["target"] for program in (given, own))
+    pairs = [*zip(linears(first.graph), linears(second.graph), strict=True)]
+    assert sum(a.scheme.name.endswith("_arranged") for a, _ in pairs) >= 2
+    for a, b in pairs:
+        assert a.scheme is b.scheme and all(map(torch.equal, a.tensors(first), b.tensors(second)))
+        values = [node.meta["val"] for node in a.constants if "val" in node.meta]
+        assert [(value.shape, value.dtype) for value in values] == [(t.shape, t.dtype) for t in a.tensors(first)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe"])
 def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -> None:
     config = load_config({"lowering": {"name": "gpu", "cuda_graph": False}, "draft": {"kind": "none"}})
     passes = build_passes(config)
     passes.insert(1, Shard(2))
-    target, group, cpu = trace(make_model(architecture, seed=1)), ThreadGroup(2), torch.device("cpu")
+    own, group, cpu = make_model(architecture, seed=1), ThreadGroup(2), torch.device("cpu")
+    target = trace(own)
     first = first_program(target, NoDrafter())
 
     def run(rank: int | None) -> Tensor:
@@ -294,10 +390,12 @@ def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -
         with torch.no_grad(), exchanging(group) if rank is not None else contextlib.nullcontext():
             return program.step()(window=torch.tensor([[5, 6, 7]]), **given)
 
-    plain = [own for own in build_passes(config) if not isinstance(own, LowerKernels)]
+    plain = [each for each in build_passes(config) if not isinstance(each, LowerKernels)]
     ranks: dict[int | None, Program] = {None: [*run_passes(first, plain)[0].values()][-1]}
+    before = [parameter.data_ptr() for parameter in own.parameters()]
     for rank in range(2):
         ranks[rank] = [*run_passes(first, passes_of(rank, cpu, passes))[0].values()][-1]
+    assert [parameter.data_ptr() for parameter in own.parameters()] == before, "and other decoders read them there"
     with ThreadPoolExecutor(2) as threads:
         results = list(threads.map(run, range(2)))
     torch.testing.assert_close(results[0], run(None), rtol=1e-4, atol=1e-5)
@@ -306,7 +404,10 @@ def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -
     layers = target.info.num_layers
     # gemma norms what a layer gives before it adds it, so there is nothing to take in.
     taken = ("all_reduce_rank_norm", "all_reduce_rank")[architecture == "gemma2"]
-    assert sum(count for name, count in ops.items() if name.endswith(f"{taken}.default")) >= 2 * layers - 1, ops
+    experts = [own for own in linears(ranks[0].modules.unchanged["target"].graph) if own.expert_ids is not None]
+    assert [bool(own.epilogue["gate"]) for own in experts] == [True, False] * (len(experts) // 2)
+    wanted = 2 * layers - 1 - len(experts) // 2  # behind experts there is the sum with the shared one
+    assert sum(count for name, count in ops.items() if name.endswith(f"{taken}.default")) >= wanted, ops
 
 
 def test_the_graph_of_one_device_does_not_run_alone() -> None:
@@ -316,8 +417,9 @@ def test_the_graph_of_one_device_does_not_run_alone() -> None:
         own.step()(**given, **state)
 
 
-def test_a_program_that_moves_to_another_device_takes_everything_with_it() -> None:
-    target = trace(make_model("llama", dtype=torch.float64))
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_a_program_that_moves_to_another_device_takes_everything_with_it(architecture: str) -> None:
+    target = trace(make_model(architecture, dtype=torch.float64))
     passes = [ExposeFeatures(), Shard(2, rank=1, device=torch.device("meta")), InsertKVCache(4)]
     program = [*run_passes(first_program(target, NoDrafter()), passes)[0].values()][-1]
     verify_program(program)
@@ -363,10 +465,17 @@ def bias_by_each(target: fx.GraphModule) -> None:
         part.args = (*part.args, after.args[1])  # type: ignore[union-attr]
 
 
+def bias_of_experts_by_each(target: fx.GraphModule) -> None:
+    """Every device adds the biases of the experts' last product."""
+    product, other = (own for own in linears(target.graph) if own.expert_ids is not None and "down" in str(own.weight))
+    other.node.update_arg(2, product.bias)
+
+
 FAULTS = {
     "no all-reduce": ("llama", drop_sum), "one part twice": ("llama", same_part_twice),
     "query heads": ("llama", other_heads("q_proj")), "key heads": ("llama", other_heads("k_proj")),
     "columns": ("llama", other_heads("down_proj")), "bias": ("opt", bias_by_each),
+    "bias of experts": ("gpt_oss", bias_of_experts_by_each),
 }  # fmt: skip
 
 
@@ -417,7 +526,7 @@ def test_the_verifier_finds_a_device_that_reads_the_cache_of_another() -> None:
         ({"tensor": 9}, "parallel.tensor must be from 1 to 8, got 9"),
         ({"tensor": 2, "devices": ["cpu"]}, "names 1 devices, and parallel.tensor asks for 2; give as many"),
         ({"devices": ["cpu", "cpu"]}, "names 2 devices, and parallel.tensor asks for 1"),
-        ({"tensor": 2, "devices": ["cuda:0", "cuda:1"]}, "given for a model on cpu; move the model to the first"),
+        ({"tensor": 2, "devices": ["cuda:0", "cuda:99"]}, r"asks for \['cuda:0', 'cuda:99'\] GPUs, and there are"),
         ({"tensor": 2, "devices": ["cuda:0", "cuda:0"]}, "GPUs, each once, .* and not cuda:0, cuda:0"),
         ({"tensor": 2, "devices": ["cuda:0", "cpu"]}, "and not cuda:0, cpu"),
         ({"tensor": 7}, r"tensor=7 splits nothing of LlamaForCausalLM: .* of 4 heads .* Give a number of devices"),
@@ -428,19 +537,16 @@ def test_other_devices_are_refused(given: dict[str, Any], message: str) -> None:
         compiled(model(), "none", parallel=given)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "kind"),
-    [("mixtral", "experts"), ("qwen3_5_text", "recurrent layers"), ("qwen3_next", "experts and recurrent layers")],
-)
-def test_layers_that_are_not_split_yet_are_refused(architecture: str, kind: str) -> None:
-    with pytest.raises(ConfigError, match=rf"has {kind}; leave parallel out"):
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_next"])
+def test_recurrent_layers_are_refused(architecture: str) -> None:
+    with pytest.raises(ConfigError, match=r"has recurrent layers; leave parallel out"):
         compiled(make_model(architecture), "none", parallel=parallel(2))
 
 
-def test_quantised_weights_are_refused() -> None:
-    packed = specgraph.quantise(make_model("llama"), "int4", group_size=16)
-    with pytest.raises(ConfigError, match="has quantised weights; leave parallel out"):
-        compiled(packed, "none", parallel=parallel(2))
+def test_rows_that_one_scale_rounds_are_not_split() -> None:
+    own = specgraph.quantise(make_model("llama"), "fp8_token")
+    with pytest.raises(ConfigError, match=r"splits nothing of .*: fp8_token rounds a row of activations by one scale"):
+        compiled(own, "none", parallel=parallel(2))
 
 
 def test_kernels_and_gpus_are_refused() -> None:
