@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     keep = max(2, 1 + max(map(kinds.index, kinds)))
     if keep >= count:
         return None
-    setattr(owner, name, cast(nn.ModuleList, layers[:keep]))
+    setattr(owner, name, layers[:keep])
     config.num_hidden_layers = keep
     for key, value in by_layer.items():
         setattr(config, key, value[:keep])
@@ -46,7 +46,8 @@ def _move(module: nn.Module, device: torch.device) -> None:
     """Give a module tensors on ``device`` in place of its own, which are another module's, too."""
     moved: dict[int, Tensor] = {}
     for one in module.modules():
-        for held in (one._parameters, one._buffers, vars(one)):
+        tables: tuple[dict[str, Any], ...] = (one._parameters, one._buffers, vars(one))
+        for held in tables:
             for key, value in held.items():
                 if isinstance(value, Tensor):
                     there = value.detach().to(device)
