@@ -343,7 +343,9 @@ class Engine:
         self._halt([*broken, *failed])
         if broken:
             self.pages.forget()  # nobody shall find a NaN there
-        outputs += [Output(s.number, finish_reason="error", error=self._runner.not_a_number(s.number)) for s in broken]
+        unless = ", unless its logits processors have made them so"
+        errors = [self._runner.not_a_number(sequence.number, unless) for sequence in broken]
+        outputs += [Output(s.number, finish_reason="error", error=e) for s, e in zip(broken, errors, strict=True)]
         begin, self._begin = self._begin, time.perf_counter()
         reused, self._reused_tokens = self._reused_tokens, 0
         seconds, drafts = self._begin - begin, under_way.drafts

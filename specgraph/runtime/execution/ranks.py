@@ -83,13 +83,13 @@ class RanksRunner(GraphRunner):
             with other.active():
                 other.keep_drafts(rows, count)
 
-    def not_a_number(self, number: int) -> NumericsError:
+    def not_a_number(self, number: int, unless: str = "") -> NumericsError:
         """The error says so if a GPU has waited in vain. No other request gets its workspace then."""
         group = self.space.group
         assert group is not None, "several GPUs have a group"
         late = group.waited_in_vain()
         if not late:
-            return super().not_a_number(number)
+            return super().not_a_number(number, unless)
         self.space.broken = True
         return NumericsError(
             f"Sequence {number} has no tokens any more: {', '.join(map(str, late))} waited in vain for what another "

@@ -142,11 +142,11 @@ class Runner:
         index, num_rows = self._upload(rows, len(rows)), self.state["num_rows"]
         num_rows[index] = num_rows[index].clamp(max=count + 1)
 
-    def not_a_number(self, number: int) -> NumericsError:
-        """The error of sequence ``number``, whose logits are not numbers."""
+    def not_a_number(self, number: int, unless: str = "") -> NumericsError:
+        """The error of sequence ``number``, whose logits are not numbers. ``unless`` names another cause."""
         return NumericsError(
-            f"The target's logits are NaN in sequence {number}, unless its logits processors have made them so. Check "
-            "the weights and the dtype; the decoder itself is still usable."
+            f"The target's logits are NaN in sequence {number}{unless}. Check the weights and the dtype; the decoder "
+            "itself is still usable."
         )
 
     def close(self) -> None:
