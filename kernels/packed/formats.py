@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from specgraph.kernels.packed.arranged import FP8_BLOCKS_ARRANGED, INT4_ARRANGED, MXFP4_ARRANGED, Arranged
 from specgraph.kernels.packed.eights import (
     FP8_CHANNEL,
@@ -27,6 +31,21 @@ FORMATS: dict[str, Format] = {made.name: made for made in _KNOWN}
 _ARRANGED = (INT4_ARRANGED, FP8_BLOCKS_ARRANGED, MXFP4_ARRANGED)
 ARRANGED: dict[str, Arranged] = {made.published.name: made for made in _ARRANGED}
 """The formats in whose order models are put on a GPU, by the names of those in the published order."""
+
+
+def arranged_of(name: str, *weights: Sequence[Tensor]) -> Arranged | None:
+    """The format in whose order a GPU takes these weights, matrices or stacks, of the format ``name`` as published.
+
+    None if there is no such order, or one of the weights has sizes that it does not take.
+    """
+    arranged, form = ARRANGED.get(name), format_of(name)
+    if arranged is None:
+        return None
+    for numbers, scale, *_ in weights:
+        stacked, inputs = numbers.dim() > 2, numbers.shape[-1] * form.per_element
+        if (stacked and not arranged.in_stacks) or not arranged.takes(inputs, scale):
+            return None
+    return arranged
 
 
 def format_of(name: str) -> Format:

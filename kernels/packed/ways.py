@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specgraph.kernels.packed.experts import PACKED_EXPERT_LINEAR, PackedExpertLinear
 from specgraph.kernels.packed.format import Format
-from specgraph.kernels.packed.formats import ARRANGED, FORMATS
+from specgraph.kernels.packed.formats import ARRANGED, FORMATS, arranged_of
 from specgraph.kernels.packed.linear import PACKED_LINEAR, PackedLinear
 from specgraph.kernels.packed.operands import packed_words
 
@@ -37,8 +37,8 @@ def way_of(form: Format, kind: str, device: torch.device, *, stacked: bool = Fal
         stacked: whether the weight is a stack of experts, which formats with ``own_inputs`` do not have.
     """
     x, weight = torch.zeros(1, _SIZE, dtype=torch.bfloat16, device=device), _example(form, device, stacked)
-    arranged = ARRANGED.get(form.name) if kind == "cuda" else None
-    if arranged is not None and (arranged.in_stacks or not stacked) and arranged.takes(_SIZE, weight[1]):
+    arranged = arranged_of(form.name, weight) if kind == "cuda" else None
+    if arranged is not None:
         form, weight = arranged, [*arranged.arrange(weight)]
     if stacked:
         ids = torch.zeros(1, dtype=torch.int64, device=device)

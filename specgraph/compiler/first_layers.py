@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from specgraph.ir.exporting import own_copy
@@ -38,18 +38,5 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     config.num_hidden_layers = keep
     for key, value in by_layer.items():
         setattr(config, key, value[:keep])
-    _move(made, device)
-    return made
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    """Give a module tensors on ``device`` in place of its own, which are another module's, too."""
-    moved: dict[int, Tensor] = {}
-    for one in module.modules():
-        tables: tuple[dict[str, Any], ...] = (one._parameters, one._buffers, vars(one))
-        for held in tables:
-            for key, value in held.items():
-                if isinstance(value, Tensor):
-                    there = value.detach().to(device)
-                    there = nn.Parameter(there, requires_grad=False) if isinstance(value, nn.Parameter) else there
-                    held[key] = moved.setdefault(id(value), there)
+    moved: Any = own_copy(made, shared=()).to(device)  # what is left has tensors of its own now
+    return moved

@@ -16,7 +16,7 @@ from specgraph.ir.scheme import Scheme
 from specgraph.ir.tensors import equal_tensors
 from specgraph.kernels.packed.cpu import Compiler
 from specgraph.kernels.packed.format import Format
-from specgraph.kernels.packed.formats import ARRANGED
+from specgraph.kernels.packed.formats import arranged_of
 
 Compiler.load = staticmethod(compile_library)
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
@@ -47,12 +47,8 @@ class Packed(Scheme):
 
     def in_gpu_order(self, weight: Sequence[Tensor]) -> tuple[Mapping[str, Any], tuple[Tensor, ...]] | None:
         """With numbers sorted, where a format for that is known and takes the weight."""
-        arranged, numbers = ARRANGED.get(self.form.name), weight[0]
-        if arranged is None or not (numbers.dim() == 2 or arranged.in_stacks):
-            return None
-        if not arranged.takes(numbers.shape[-1] * self.form.per_element, weight[1]):
-            return None
-        return {"format": arranged.name}, arranged.arrange(weight)
+        arranged = arranged_of(self.form.name, weight)
+        return None if arranged is None else ({"format": arranged.name}, arranged.arrange(weight))
 
     def weight_of(self, module: nn.Module) -> tuple[Tensor, ...] | None:
         """The tensors of every module that holds those of the format, and else at most a bias.

@@ -13,7 +13,7 @@ from specgraph.frontend.experts import experts_hook
 from specgraph.ir.packed import STACKS
 from specgraph.kernels.packed.arranged import Arranged
 from specgraph.kernels.packed.format import Format
-from specgraph.kernels.packed.formats import ARRANGED, format_of
+from specgraph.kernels.packed.formats import ARRANGED, arranged_of, format_of
 from specgraph.kernels.packed.linear import packed_linear
 
 
@@ -121,8 +121,9 @@ class PackedLinear(Packed):
         The parameter is replaced by another one with another name, by which its order is known. A state dict has the
         published order and name. Other threads may call the layer meanwhile.
         """
-        form, arranged, weight = format_of(self.format), ARRANGED.get(self.format), self.weight_parts
-        if arranged is None or not arranged.takes(self.in_features, weight[1]):
+        form, weight = format_of(self.format), self.weight_parts
+        arranged = arranged_of(self.format, weight)
+        if arranged is None:
             return
         replaced = dict(zip(form.parts, zip(arranged.parts, _arranged(arranged, weight), strict=True), strict=True))
         self._parameters = dict(replaced.get(name, (name, value)) for name, value in self._parameters.items())
@@ -173,17 +174,14 @@ class PackedExperts(Packed):
     def arrange(self) -> None:
         """As :meth:`PackedLinear.arrange`, if all stacks can be sorted, one stack after the other."""
         form = self._published()
-        arranged = ARRANGED.get(form.name)
-        if arranged is None or not arranged.in_stacks:
-            return
-        places = zip(self._places(arranged), self._places(form), strict=True)
-        todo = [(names, published) for names, published in places if published[0] in self._parameters]
-        weights = ([self.get_parameter(name) for name in published[:2]] for _, published in todo)
-        if not all(arranged.takes(numbers.shape[-1] * form.per_element, scale) for numbers, scale in weights):
+        todo = [published for published in self._places(form) if published[0] in self._parameters]
+        arranged = arranged_of(form.name, *([self.get_parameter(name) for name in published] for published in todo))
+        if arranged is None:
             return
         self.format = arranged.name
-        for names, published in todo:
-            self._arrange_stack(arranged, names, published)
+        for names, published in zip(self._places(arranged), self._places(form), strict=True):
+            if published in todo:
+                self._arrange_stack(arranged, names, published)
 
     def _arrange_stack(self, form: Arranged, names: Sequence[str], published: Sequence[str]) -> None:
         """Sort one stack. Nothing here holds it in the published order when this returns."""
