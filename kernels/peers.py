@@ -17,8 +17,8 @@ from torch import Tensor
 
 MOST_PROGRAMS = 128
 """Programs of a device that exchange values at once. All of them have to run at the same time, since they wait."""
-BLOCK = 2048
-"""Values that a program exchanges at once, of eight bytes at most."""
+SLOT = 2048 * 8
+"""Bytes that a program exchanges with another device at once at most."""
 
 
 class PeerGroup:
@@ -30,7 +30,7 @@ class PeerGroup:
 
     Attributes:
         devices: the GPUs, by rank.
-        slots: for each GPU the memory into which others write, uint8 ``[2 x ranks x MOST_PROGRAMS x BLOCK x 8]``.
+        slots: for each GPU the memory into which others write, uint8 ``[2 x ranks x MOST_PROGRAMS x SLOT]``.
         arrivals: for each GPU, int32 ``[ranks, MOST_PROGRAMS]``: the number of the last exchange for which a program of
             a rank has written its values.
         counts: for each GPU the number of exchanges of each of its programs so far, int32 ``[MOST_PROGRAMS]``. It
@@ -43,7 +43,7 @@ class PeerGroup:
         self.devices = list(devices)
         _reach_each_other(self.devices)
         count = len(self.devices)
-        self.slots = [_zeros(device, 2 * count * MOST_PROGRAMS * BLOCK * 8, torch.uint8) for device in devices]
+        self.slots = [_zeros(device, 2 * count * MOST_PROGRAMS * SLOT, torch.uint8) for device in devices]
         self.arrivals = [_zeros(device, count * MOST_PROGRAMS, torch.int32) for device in devices]
         self.counts = [_zeros(device, MOST_PROGRAMS, torch.int32) for device in devices]
         self.faults = [_zeros(device, 1, torch.int32) for device in devices]

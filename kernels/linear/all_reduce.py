@@ -27,8 +27,11 @@ from specgraph.kernels.linear.linear import NORM_PARTS, NormParts, norm_parts_fa
 from specgraph.kernels.linear.linear_triton import NORM_GROUP
 from specgraph.kernels.linear.strides import aligned, alignment_of
 from specgraph.kernels.ops import Variant, declare
-from specgraph.kernels.peers import BLOCK, MOST_PROGRAMS, PeerGroup, ThreadGroup, current_group, waits
+from specgraph.kernels.peers import MOST_PROGRAMS, SLOT, PeerGroup, ThreadGroup, current_group, waits
 
+BLOCK = 2048
+"""Values of a tile, if one for each program is enough. Else a tile has as many as a program may exchange at once, since
+it waits for every tile."""
 MOST_TRIES = 1 << 24
 """How often a program looks whether another device has come, which takes some ten seconds, before it gives up."""
 
@@ -142,14 +145,16 @@ def _launch(
     """Fill ``out``, and the parts of the norm behind it: its weight, ``weighted``, ``sum_sq``."""
     group, rank, x = current_group(), given.rank, given.x
     assert isinstance(group, PeerGroup), "GPUs meet in their memory"
-    programs, width = min(triton.cdiv(x.numel(), BLOCK), MOST_PROGRAMS), x.shape[-1] if x.dim() else 1
+    slot = SLOT // x.element_size()
+    block = BLOCK if x.numel() <= MOST_PROGRAMS * BLOCK else slot
+    programs, width = min(triton.cdiv(x.numel(), block), MOST_PROGRAMS), x.shape[-1] if x.dim() else 1
     alignment = alignment_of(width)
     launch(
         all_reduce_kernel, (programs,), aligned(x), aligned(given.residual), out, *norm,
         tuple(slots.view(x.dtype) for slots in group.slots), tuple(group.arrivals), group.counts[rank],
         group.faults[rank], x.numel() // alignment, width, norm_offset, int(waits()), MOST_TRIES, RANK=rank,
-        WORLD_SIZE=given.world_size, PROGRAMS=MOST_PROGRAMS, BLOCK=BLOCK, ALIGNMENT=alignment, GROUP=NORM_GROUP,
-        WIDE=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=8,
+        WORLD_SIZE=given.world_size, PROGRAMS=MOST_PROGRAMS, BLOCK=block, SLOT=slot, ALIGNMENT=alignment,
+        GROUP=NORM_GROUP, WIDE=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=8,
     )  # fmt: skip
 
 
@@ -167,7 +172,8 @@ def _arrived(arrival, number, most_tries):
 @triton.jit
 def _sum_of_ranks(
     own, number, broken, slots, arrivals, most_tries,
-    RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The sum of ``own`` ``[BLOCK]`` over all ranks in exchange ``number``, and whether anybody has waited in vain."""
     program, place = tl.program_id(0), tl.arange(0, BLOCK)
@@ -175,7 +181,7 @@ def _sum_of_ranks(
     turn = (number & 1) * WORLD_SIZE
     for rank in tl.static_range(WORLD_SIZE):
         if rank != RANK:
-            there = slots[rank] + ((turn + RANK) * PROGRAMS + program) * BLOCK
+            there = slots[rank] + ((turn + RANK) * PROGRAMS + program) * SLOT
             tl.store(there + place, own)
     tl.debug_barrier()  # all threads have written before one of them says so
     for rank in tl.static_range(WORLD_SIZE):
@@ -189,7 +195,7 @@ def _sum_of_ranks(
     for rank in tl.static_range(WORLD_SIZE):
         part = own
         if rank != RANK:
-            here = slots[RANK] + ((turn + rank) * PROGRAMS + program) * BLOCK
+            here = slots[RANK] + ((turn + rank) * PROGRAMS + program) * SLOT
             part = tl.load(here + place, cache_modifier=".cg")  # past the L1 cache, which knows of no other GPU
         total = part.to(WIDE) if rank == 0 else total + part.to(WIDE)
     return tl.where(broken, float("nan"), total), broken
@@ -199,7 +205,7 @@ def _sum_of_ranks(
 def all_reduce_kernel(
     x, residual, out, norm_weight, weighted, sum_sq, slots, arrivals, counts, fault, size, features, norm_offset,
     exchanges, most_tries, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNMENT: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    SLOT: tl.constexpr, ALIGNMENT: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``out = x`` of rank 0 + ``x`` of rank 1 + ... + ``residual``, and the parts of a norm of it if it has a weight.
 
@@ -218,7 +224,7 @@ def all_reduce_kernel(
         if exchanges:
             number += 1
             total, broken = _sum_of_ranks(
-                own, number, broken, slots, arrivals, most_tries, RANK, WORLD_SIZE, PROGRAMS, BLOCK, WIDE
+                own, number, broken, slots, arrivals, most_tries, RANK, WORLD_SIZE, PROGRAMS, BLOCK, SLOT, WIDE
             )
         if residual is not None:
             total += tl.load(residual + begin + place, mask=inside, other=0.0).to(WIDE)

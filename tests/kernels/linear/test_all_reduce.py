@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from specgraph.kernels.linear import all_reduce as kernels
 from specgraph.kernels.linear.all_reduce import ALL_REDUCE, ALL_REDUCE_RANK, ALL_REDUCE_RANK_NORM
 from specgraph.kernels.linear.linear import NormParts, norm_parts_reference
-from specgraph.kernels.peers import BLOCK, MOST_PROGRAMS, PeerGroup, exchanging, not_waiting
+from specgraph.kernels.peers import MOST_PROGRAMS, SLOT, PeerGroup, exchanging, not_waiting
 from tests.kernels.linear.test_norm import DEVICE, normal
 
 all_reduce = torch.ops.specgraph.all_reduce
@@ -66,17 +68,19 @@ class Here(PeerGroup):
 
     def __init__(self, count: int) -> None:
         self.devices = [torch.device(DEVICE)] * count
-        sizes = {"slots": 2 * count * MOST_PROGRAMS * BLOCK * 8, "arrivals": count * MOST_PROGRAMS}
+        sizes = {"slots": 2 * count * MOST_PROGRAMS * SLOT, "arrivals": count * MOST_PROGRAMS}
         for name, size in {**sizes, "counts": MOST_PROGRAMS, "faults": 1}.items():
             dtype = torch.uint8 if name == "slots" else torch.int32
             setattr(self, name, [torch.zeros(size, dtype=dtype, device=DEVICE) for _ in range(count)])
 
-    def come(self, rank: int, part: Tensor, number: int) -> None:
-        """Let another rank have written its part for the first one, in its exchange ``number``."""
-        slots = self.slots[0].view(part.dtype)[: 2 * len(self.devices) * MOST_PROGRAMS * BLOCK]
-        for program, values in enumerate(part.flatten().split(BLOCK)):
-            slots.view(2, -1, MOST_PROGRAMS, BLOCK)[number % 2, rank, program, : values.numel()] = values
-            self.arrivals[0].view(-1, MOST_PROGRAMS)[rank, program] = number
+    def come(self, rank: int, part: Tensor, number: int, block: int = kernels.BLOCK) -> None:
+        """Let another rank have written its part for the first one, from its exchange ``number`` on."""
+        shape = 2, len(self.devices), kernels.MOST_PROGRAMS, SLOT // part.element_size()
+        slots = self.slots[0].view(part.dtype)[: math.prod(shape)].view(shape)
+        for index, values in enumerate(part.flatten().split(block)):
+            turn, program = divmod(index, kernels.MOST_PROGRAMS)
+            slots[(number + turn) % 2, rank, program, : values.numel()] = values
+            self.arrivals[0].view(-1, kernels.MOST_PROGRAMS)[rank, program] = number + turn
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])  # the interpreter makes no bfloat16
@@ -102,6 +106,23 @@ def test_a_rank_adds_what_the_others_have_written(count: int, dtype: torch.dtype
         expected = norm_parts_reference(NormParts(out, gain, norm_offset=1.0))
         assert torch.equal(weighted, expected[0])
         torch.testing.assert_close(sum_sq.double(), expected[1].double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_tiles_are_larger_where_they_are_more_than_programs(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MOST_PROGRAMS", 1)
+    group, block = Here(2), SLOT // dtype.itemsize
+    assert block > kernels.BLOCK
+    parts = [torch.randn(2 * block - 704, device=DEVICE).view(-1, 64).to(dtype) for _ in range(2)]
+    group.come(1, parts[1], 1, block)
+    with exchanging(group):
+        form = ALL_REDUCE_RANK_NORM.form("triton")
+        out, weighted, sum_sq = form(parts[0], torch.ones_like(parts[0][0]), rank=0, world_size=2)
+    assert torch.equal(out, (parts[0].float() + parts[1].float()).to(dtype)) and torch.equal(weighted, out)
+    torch.testing.assert_close(sum_sq[:, 0], out.float().square().sum(1), rtol=1e-5, atol=0)
+    assert int(group.counts[0][0]) == 2 and not int(group.faults[0])
 
 
 def test_who_has_waited_in_vain_gives_nan_to_the_others_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
