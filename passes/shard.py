@@ -44,7 +44,7 @@ from specgraph.passes.common.device_parts import (
     up_to_sum,
 )
 from specgraph.passes.common.one_rank import keep_rank
-from specgraph.passes.common.patterns import Mismatch, aten, insert, replace
+from specgraph.passes.common.patterns import Mismatch, aten, insert, keep_meta, replace
 
 ALL_REDUCE = torch.ops.specgraph.all_reduce.default
 VOCABULARY = "tables of embeddings and the projection to the vocabulary are whole on every device"
@@ -162,7 +162,7 @@ def _split(region: Region, product: Product, count: int) -> str:
         partial = [region.follow(node, before, own, device) for device, own in enumerate(partial)]
         before = node
     line = f"{product.weight[0].target}: columns; {', '.join(str(w.target) for w in region.cut)}: rows"
-    result = insert(before, ALL_REDUCE, (partial,), name="all_reduce")
+    result = keep_meta(insert(before, ALL_REDUCE, (partial,), name="all_reduce"), before)
     if product.bias is not None and not at_once:  # once, and not by each device
         result = insert(before, aten.add.Tensor, (result, product.bias))
     replace(before, result)

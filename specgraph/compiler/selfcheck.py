@@ -7,6 +7,7 @@ positions from ``position_ids``, can be traced, but decodes wrongly with a cache
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import operator
 from collections.abc import Sequence
@@ -91,14 +92,27 @@ def short_self_check(
 ) -> str:  # fmt: skip
     """:func:`self_check` for a model on the CPU of which GPUs are to run parts: on the first of these, of a copy with
     the model's first layers. Where that copy cannot be made, or is refused, the whole model decides, on the CPU.
+
+    Nothing of the copy is left in the GPU's memory, which is for its part of the model.
     """
+    found = _checked_copy(model, limits, config, devices)
+    gc.collect()  # a copy and its graphs refer to each other
+    return found or self_check(model, traced, limits, config, len(devices))
+
+
+def _checked_copy(
+    model: PreTrainedModel, limits: Limits, config: Config, devices: Sequence[torch.device]
+) -> str | None:  # fmt: skip
+    """What the copy with the first layers shows; None if there is none, or if it is refused."""
     short = first_layers(model, devices[0])
-    if short is not None:
-        layers, count = (each.config.get_text_config().num_hidden_layers for each in (short, model))
-        with contextlib.suppress(UnsupportedModelError):
-            line = self_check(short, trace(short, config.max_length), limits, config, len(devices))
-            return f"{line}, of a copy with its first {layers} of {count} layers, on {devices[0]}"
-    return self_check(model, traced, limits, config, len(devices))
+    if short is None:
+        return None
+    layers, count = (each.config.get_text_config().num_hidden_layers for each in (short, model))
+    try:
+        line = self_check(short, trace(short, config.max_length), limits, config, len(devices))
+    except UnsupportedModelError:
+        return None
+    return f"{line}, of a copy with its first {layers} of {count} layers, on {devices[0]}"
 
 
 def _wider(traced: TracedModel) -> torch.dtype | None:

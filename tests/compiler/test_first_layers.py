@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -46,6 +47,21 @@ def test_a_copy_has_a_layer_of_every_kind_and_the_model_stays_as_it_is(
     assert all(own is other for own, other in zip(model.parameters(), weights, strict=True))
     assert model.config.num_hidden_layers == 5 and all(map(torch.equal, hidden(model), before))
     assert {id(weight) for weight in short.parameters()}.isdisjoint(map(id, weights))
+
+
+def test_nothing_of_a_copy_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[weakref.ref[torch.Tensor]]()
+
+    def noted(*given: Any) -> PreTrainedModel | None:
+        short = first_layers(*given)
+        assert short is not None
+        made.extend(map(weakref.ref, short.parameters()))
+        return short
+
+    monkeypatch.setattr(selfcheck, "first_layers", noted)
+    model = make_model("llama", num_hidden_layers=3)
+    selfcheck.short_self_check(model, trace(model), LIMITS, CONFIG, [CPU, CPU])
+    assert made and not any(weight() is not None for weight in made)
 
 
 def test_a_model_without_spare_layers_is_checked_whole() -> None:

@@ -32,6 +32,7 @@ from specgraph.ir.linear import linears
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import called
 from specgraph.ir.state import allocate
+from specgraph.ir.traffic import sent_bytes
 from specgraph.ir.verifier import check_devices, verify_program
 from specgraph.kernels.peers import ThreadGroup, exchanging
 from specgraph.passes.base import PassResult
@@ -328,7 +329,7 @@ def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize(("name", "count"), [("llama", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2)])
+@pytest.mark.parametrize(("name", "count"), [("opt", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2)])
 def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None:
     """With the bits of the graph of all devices, and with pages for its own key heads."""
     own = packed(name) if name in PACKED else make_model(name, dtype=torch.float64)
@@ -349,6 +350,8 @@ def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None
 
     group, (logits, together) = ThreadGroup(count), run(program)
     ranks = [sharded(count, rank=rank, own=own) for rank in range(count)]
+    sums = 2 * own.config.num_hidden_layers * (count - 1)  # behind attention and MLP, and to each other device
+    assert all(sent_bytes(each, 3) == 3 * sums * own.config.hidden_size * logits.element_size() for each in ranks)
     with ThreadPoolExecutor(count) as threads:
         results = list(threads.map(run_rank, ranks))
     assert all(torch.equal(own, logits) for own, _ in results)
