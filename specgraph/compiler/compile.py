@@ -161,13 +161,11 @@ def _all_stages(
 
 
 def check_adaptive(config: Config, drafter: Drafter) -> None:
-    """Refuse ``draft.adaptive`` for a drafter whose K cannot be chosen for every step, unless a table gives K."""
-    able = drafter.looks_up or drafter.least_survival > 0
-    if config.draft.adaptive and not able and config.draft.num_speculative_tokens_by_load is None:
+    """Refuse ``draft.adaptive`` where there are no drafts of which there could be more or fewer."""
+    if config.draft.adaptive and not drafter.num_speculative_tokens:
         raise ConfigError(
-            "draft.adaptive=true chooses K by a look at the drafts, which lookups allow (ngram, suffix) and, on a "
-            f"CPU, draft models that draft token by token under a lossless rule; the drafter is {drafter.name}, and "
-            f"the rule {config.verify.rule}. Leave it out, or give draft.num_speculative_tokens a table."
+            f"draft.adaptive=true chooses how many drafts a step verifies, and the drafter {drafter.name} makes none. "
+            "Leave it out, or choose a drafter."
         )
 
 

@@ -37,6 +37,8 @@ from specgraph.errors import ConfigError
 GIVEN = "given"
 """The name of the file that stands for what was given as a mapping."""
 COUNT, BY_LOAD = NUMBERS
+AUTO = "auto"
+"""What stands for a number of drafts that is chosen for every step."""
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -176,11 +178,13 @@ def _merge(cfg: DictConfig, values: Mapping[Any, Any]) -> None:
 
 
 def _apply(cfg: DictConfig, override: Override) -> None:
-    """Apply an override that chooses no file. A table of K has a key of its own, because every key has one type."""
+    """Apply an override that chooses no file. A table of K has a key of its own, because every key has one type, and so
+    has ``auto``."""
     key, value = str(override.key_or_group), override.value()
     if key == f"draft.{COUNT}" and OmegaConf.select(cfg, f"draft.{BY_LOAD}", default=False) is not False:
         cfg.draft[BY_LOAD] = None
         key = f"draft.{BY_LOAD}" if isinstance(value, dict) else key
+        key, value = ("draft.adaptive", True) if value == AUTO else (key, value)
     group, _, leaf = key.rpartition(".")
     try:
         if override.is_delete():
@@ -196,17 +200,19 @@ def _apply(cfg: DictConfig, override: Override) -> None:
 
 
 def _take_table(values: dict[Any, Any]) -> None:
-    """Move a table of K to the key that it has alone, because every key has one type."""
+    """Move a table of K, and ``auto``, to the keys that they have alone, because every key has one type."""
     draft = values.get("draft")
-    if isinstance(draft, Mapping) and isinstance(draft.get(COUNT), Mapping):
-        values["draft"] = {**{key: value for key, value in draft.items() if key != COUNT}, BY_LOAD: draft[COUNT]}
+    if not isinstance(draft, Mapping) or not (draft.get(COUNT) == AUTO or isinstance(draft.get(COUNT), Mapping)):
+        return
+    moved = {"adaptive": True} if draft[COUNT] == AUTO else {BY_LOAD: draft[COUNT]}
+    values["draft"] = {**{key: value for key, value in draft.items() if key != COUNT}, **moved}
 
 
 def _obey_given_number(cfg: DictConfig, values: Mapping[Any, Any], overrides: Sequence[Override]) -> None:
     """Let a K that the user gave hold for every step, unless ``draft.adaptive`` is given beside it."""
     draft = values.get("draft")
     given = {f"draft.{key}" for key in draft} if isinstance(draft, Mapping) else set()
-    given |= {str(override.key_or_group) for override in overrides}
+    given |= {str(override.key_or_group) for override in overrides if override.value() != AUTO}
     if {f"draft.{key}" for key in NUMBERS} & given and "draft.adaptive" not in given:
         cfg.draft.adaptive = False
 

@@ -26,14 +26,15 @@ class DraftConfig:
     """The drafter; `draft=NAME` sets it together with its defaults."""
     num_speculative_tokens: int = 4
     """K, drafts per step and sequence (the kind `none` ignores it). A table gives K by the number of sequences that
-    decode together: with {1: 7, 8: 5, 32: 2, 64: 0} it is 7 for up to 7 of them, and 0 for 64 and more."""
+    decode together: with {1: 7, 8: 5, 32: 2, 64: 0} it is 7 for up to 7 of them, and 0 for 64 and more. auto is
+    adaptive=true: at most the drafter's own number, and as many as are worth it."""
     num_speculative_tokens_by_load: Any = None
     """The same as a table for num_speculative_tokens, which is then its largest K. null: K does not depend on the
     number of sequences."""
     adaptive: bool | None = None
-    """Verify fewer drafts than K, or none, in steps where that is expected to give more tokens per second. This is for
-    lookups (`ngram`, `suffix`) and draft models on a CPU. null: true for these under `strict`, unless
-    num_speculative_tokens is given; a draft model then makes up to 16 drafts."""
+    """Verify fewer drafts than K, or none, in steps where that is expected to give more tokens per second. null: true
+    for lookups (`ngram`, `suffix`) and draft models on a CPU under `strict`, unless num_speculative_tokens is given; a
+    draft model then makes up to 16 drafts."""
     model: str | None = None
     """The folder of a checkpoint, which determines the drafter, or the name of a causal LM. `draft=` takes either,
     too."""
@@ -71,7 +72,8 @@ def read_table(given: object) -> dict[int, int]:
     key, example = "draft.num_speculative_tokens", "such as {1: 7, 8: 5, 32: 2}"
     if not isinstance(given, Mapping) or not all(map(_is_int, (*given, *given.values()))):
         raise ConfigError(
-            f"{key} is a number, or a table from numbers of sequences to numbers of drafts, {example}; not {given!r}."
+            f"{key} is a number, auto, or a table from numbers of sequences to numbers of drafts, {example}; not "
+            f"{given!r}."
         )
     table = {int(count): int(drafts) for count, drafts in given.items()}
     if min(table, default=0) != 1 or [*table] != sorted(table):

@@ -23,7 +23,6 @@ from specgraph.errors import ConfigError
 from specgraph.frontend.tracing import TracedModel
 from specgraph.ir.drafter import BoundDrafter
 from specgraph.ir.model_info import ModelInfo
-from specgraph.kernels.verify import LOSSLESS_RULES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,11 +70,12 @@ class Target:
 
 
 def chooses_drafts(options: DraftConfig, rule: str, device: torch.device) -> bool:
-    """Whether K is chosen for every step, for a drafter that allows it: on a CPU, unless a K was given."""
+    """Whether K is chosen for every step: where that is asked for, and on a CPU for drafts that the host may look at,
+    unless a K was given."""
+    if options.num_speculative_tokens_by_load is not None:
+        return False
     # Under other rules than strict tokens depend on K. If that depends on times, too, a seed does not repeat a run.
-    rules = LOSSLESS_RULES if options.adaptive else ("strict",)
-    wanted = options.adaptive is not False and options.num_speculative_tokens_by_load is None
-    return wanted and rule in rules and device.type == "cpu"
+    return bool(options.adaptive) or (options.adaptive is None and rule == "strict" and device.type == "cpu")
 
 
 class Drafter(BoundDrafter):

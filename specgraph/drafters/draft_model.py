@@ -27,6 +27,7 @@ from specgraph.frontend.shapes_only import without_weights
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
 from specgraph.ir.drafter import Mask
 from specgraph.ir.model_info import ModelInfo
+from specgraph.kernels.verify import LOSSLESS_RULES
 from specgraph.schemes.layers import arrange_weights
 from specgraph.schemes.load import load_causal_lm
 
@@ -83,7 +84,8 @@ class DraftModelDrafter(ChainDrafter):
         if mask is not None and not 0 <= mask < traced.info.input_ids:
             raise ConfigError(f"draft.mask_token_id is {mask}; the draft takes ids 0 to {traced.info.input_ids - 1}.")
         chain = not (parallel if options.parallel is None else options.parallel)
-        ends = chain and chooses_drafts(options, target.rule, target.info.device)
+        own = target.info.device.type == "cpu" and target.rule in LOSSLESS_RULES
+        ends = chain and own and chooses_drafts(options, target.rule, target.info.device)
         count = options.num_speculative_tokens
         if ends and options.adaptive is None:  # no K was given
             count = MOST if target.max_length is None else min(MOST, target.max_length - 1)

@@ -123,7 +123,7 @@ TABLES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("given", "words"), TABLES.values(), ids=TABLES.keys())
 @pytest.mark.parametrize("key", ["num_speculative_tokens", "num_speculative_tokens_by_load"])
 def test_a_table_that_says_no_k_is_refused(given: Any, words: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=r"^draft\.num_speculative_tokens is a (number, or a )?table") as caught:
+    with pytest.raises(ConfigError, match=r"^draft\.num_speculative_tokens is a (number, auto, or a )?table") as caught:
         load_config({"draft": {key: given}})
     assert words in str(caught.value)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from specgraph import Session, SpeculativeDecoder
 from specgraph.bench.models import random_head
 from specgraph.config import CacheConfig, load_config
+from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts
 
@@ -113,6 +114,19 @@ def test_no_bit_differs_where_k_follows_the_load(kind: str) -> None:
         assert len(found) >= len(PROMPTS) - 6
         for index, result in found.items():
             assert result == alone[index]
+
+
+@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "dflash"])
+def test_no_bit_differs_whatever_k_is_chosen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what was accepted lately, and at random."""
+    dice, decoder = random.Random(0), made(kind, "strict", "auto")
+    expected = [by_itself(made("none", "strict"), index) for index in range(len(PROMPTS))]
+    for seed in range(2):
+        with decoder.session(return_logprobs=True) as session:
+            found = random_session(session, seed)
+        assert all(result == expected[index] for index, result in found.items())
+        monkeypatch.setattr(RecentAcceptance, "choose", lambda *_: dice.choice([0, 1, 2, None]))
+    assert len(session.stats.steps_by_drafts) > 2
 
 
 def test_generate_over_many_prompts_is_bit_for_bit_the_same() -> None:

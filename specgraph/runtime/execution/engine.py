@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import itertools
 import threading
 import time
@@ -186,6 +187,8 @@ class Engine:
             self._running[row] = sequence
             admissions.append(Admission(row, sequence.request, reserved.pages, prompt.done, reserved.snapshot))
             self._reused_tokens += prompt.done
+        if self._policy.worth is not None:
+            self._policy.worth.begin([new.state_row for new in entering])
         del self._free_state_rows[: len(entering)]
         self._runner.admit(admissions)
 
@@ -196,7 +199,8 @@ class Engine:
 
     def _choose_mode(self, plan: Plan) -> None:
         """Run the variant of the step for what is planned, and for the options in use."""
-        packed, drafts, ahead = bool(plan.prompts), plan.drafts, self._policy.worth is not None
+        worth = self._policy.worth
+        packed, drafts, ahead = bool(plan.prompts), plan.drafts, worth is not None and worth.ahead
         if ahead and (packed or self._asked.traced):
             drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
         mode = self._asked._replace(
@@ -213,7 +217,12 @@ class Engine:
         self._choose_mode(plan)
         step = self._enqueue_prompts(plan) if plan.prompts else self._enqueue_decoding(plan)
         self._scheduler.ran(plan, step.results.width)
-        return step
+        if (worth := self._policy.worth) is None:
+            return step
+        rows = [sequence.state_row for sequence in plan.sequences]
+        return dataclasses.replace(
+            step, noted=worth.enqueued(self._kind(), rows, len(plan.prompts), step.results.width - 1)
+        )
 
     def _enqueue_decoding(self, plan: Plan) -> InFlightStep:
         worth, decoding = self._policy.worth, plan.sequences
@@ -225,11 +234,20 @@ class Engine:
         verified = results.width - 1 if plan.drafts is None else plan.drafts
         return InFlightStep(results, plan, pause=pause, drafts=verified)
 
-    def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> int:
-        """K for the next step of sequences that decode, by what their drafts are worth."""
+    def _learn(self, under_way: InFlightStep, num_emitted: Sequence[int], seconds: float) -> None:
+        """Tell what chooses K of a step that has emitted so many tokens of each sequence."""
+        if (worth := self._policy.worth) is not None:
+            alone = under_way.pause is None and not under_way.plan.prompts and not self._asked.traced
+            worth.read(under_way.noted, num_emitted, seconds if alone else None)
+
+    def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> int | None:
+        """K for the next step of sequences that decode, by what their drafts are worth; None for the drafter's own."""
         worth, rows = self._policy.worth, [s.state_row for s in decoding]
         assert worth is not None, "without it, K depends on the number of sequences alone"
+        if not worth.ahead:
+            return worth.choose(self._kind(), decoding, ())
         drafts = worth.choose(self._kind(), decoding, self._runner.real_drafts(rows))
+        assert drafts is not None, "what looks at drafts says how many are verified"
         self._runner.keep_drafts(rows, drafts)
         return drafts
 
@@ -349,5 +367,6 @@ class Engine:
         begin, self._begin = self._begin, time.perf_counter()
         reused, self._reused_tokens = self._reused_tokens, 0
         seconds, drafts = self._begin - begin, under_way.drafts
+        self._learn(under_way, read.num_emitted, seconds)
         waited = None if pause is None else pause.seconds
         return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused, host_seconds=waited)

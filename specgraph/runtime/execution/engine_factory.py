@@ -20,9 +20,10 @@ from specgraph.runtime.execution.steps import Step
 from specgraph.runtime.memory.pages import num_pages
 from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.sizing import modest
-from specgraph.runtime.schedule.num_drafts import Longest, Worth, choices
+from specgraph.runtime.schedule.num_drafts import ChoosesDrafts, Longest, Worth, choices
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prompt_shapes import Overhead
+from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance, SharedAcceptance
 from specgraph.runtime.schedule.step_costs import StepCosts
 from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
@@ -62,7 +63,7 @@ class EngineFactory:
         # On a CPU, prompts run through modules as they are, and decode steps through compiled ones.
         joint = not (self.program.compiled and self.program.target.device.type == "cpu")
         chunk = self.config.cache.prefill_chunk
-        policy = Policy(chunk, fair, self.overhead, joint, self._drafts_by_load(), self._worth())
+        policy = Policy(chunk, fair, self.overhead, joint, self._drafts_by_load(), self._worth(sizes.rows))
         with self.plain_mode():
             runner = self.runners.take(sizes)
         engine = Engine(runner, self.make_step, policy, mode, always_draws=always_draws)
@@ -108,9 +109,16 @@ class EngineFactory:
     def adapts(self) -> bool:
         """Whether K is chosen by what it is worth, where ``draft.adaptive`` leaves that open or asks for it."""
         program, config = self.program, self.config
+        if not program.drafter.num_speculative_tokens:
+            return False
         chosen = chooses_drafts(config.draft, config.verify.rule, program.target.device)
-        able = program.drafter.looks_up or program.drafter.least_survival > 0
-        return able and chosen and not program.captured
+        return chosen and (self._sees_drafts or bool(config.draft.adaptive))
+
+    @property
+    def _sees_drafts(self) -> bool:
+        """Whether the host may look at drafts: they are functions of the tokens, and there when a step is planned."""
+        drafter = self.program.drafter
+        return (drafter.looks_up or drafter.least_survival > 0) and not self.program.captured
 
     def describe(self) -> list[str]:
         """Lines for the report: how K is chosen if it is by what it is worth, and what pauses have cost."""
@@ -121,17 +129,29 @@ class EngineFactory:
             return []
         drafter, reason = self.program.drafter, "by what its drafts are worth"
         numbers = choices(drafter.num_speculative_tokens)
-        if drafter.least_survival:
+        if not self._sees_drafts:
+            numbers, reason = (
+                sorted(self.chosen),
+                "by how many drafts were accepted lately, and by what steps have taken",
+            )
+        elif drafter.least_survival:
             numbers = sorted(self.chosen)
             least = f"{drafter.least_survival:.2g}"
             reason = f"while all drafts are right with a probability of {least}, as the draft sees it"
         among = "; ".join(f"{k} in {self.chosen[k]} steps" for k in numbers)
         return [f"K is chosen for each step, {reason} (draft.adaptive): {among}"]
 
-    def _worth(self) -> Worth | Longest | None:
+    @functools.cached_property
+    def _acceptance(self) -> SharedAcceptance:
+        """What all sequences have shown of drafts."""
+        return SharedAcceptance(self.program.drafter.num_speculative_tokens)
+
+    def _worth(self, num_state_rows: int) -> ChoosesDrafts | None:
         drafter = self.program.drafter
         if not self.adapts:
             return None
+        if not self._sees_drafts:
+            return RecentAcceptance(num_state_rows, self._acceptance, self.costs, self.chosen)
         if drafter.least_survival:
             return Longest(self.chosen)
         return Worth(drafter.num_speculative_tokens, self.costs, self.chosen)

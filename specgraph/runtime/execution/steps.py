@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specgraph.errors import InputError, NumericsError, SpecgraphError
 from specgraph.runtime.execution.pause import Pause
@@ -75,6 +75,7 @@ class InFlightStep:
         prompt_tokens: how many tokens of prompts it runs.
         pause: what the host did in the middle of it.
         drafts: how many drafts of a sequence it verifies at most.
+        noted: what the choice of K is to know of it when it is read.
     """
 
     results: Results
@@ -83,6 +84,7 @@ class InFlightStep:
     prompt_tokens: int = 0
     pause: Pause | None = None
     drafts: int = 0
+    noted: Any = None
 
     def refused(self, place: int, bad: int, given: int, count: int) -> tuple[int, SpecgraphError | None]:
         """How many of the ``count`` tokens that came out of the unforced rows of a sequence are right, and why no more.

@@ -5,6 +5,8 @@ to twice the time of one. So a step verifies the number of drafts that promises 
 follows from how often the drafts at each position were right lately, and the price from what steps of so many rows
 have taken in this decoder.
 
+:class:`ChoosesDrafts` is what an engine asks.
+
 :class:`Worth` looks at the drafts themselves, at least at their number. That biases no output, because this is done
 only for drafts that are a function of the accepted tokens: given these tokens, nothing about the drafts is random.
 :class:`Longest` leaves no draft out, so it also serves drafters that draw their drafts.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from specgraph.runtime.schedule.acceptance import FIRST, SHARED, Outlook, Survival
 from specgraph.runtime.schedule.sequences import ActiveSequence
@@ -32,7 +35,39 @@ def choices(most: int) -> list[int]:
     return sorted({0, min(FEW, most), most})
 
 
-class Worth:
+class ChoosesDrafts:
+    """Chooses K for the steps of one engine.
+
+    Attributes:
+        ahead: whether it looks at the drafts, of which a step then makes as many as it can.
+    """
+
+    ahead = True
+
+    def choose(
+        self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]
+    ) -> int | None:  # fmt: skip
+        """K for a step of ``kind`` over sequences, which have these drafts if it is to look at them; None for the
+        drafter's own."""
+        raise NotImplementedError
+
+    def learn(self, kind: Hashable, rows: int, seconds: float) -> None:
+        """A decode step of ``kind``, of so many rows, took the host so long. Nothing is learned from that here."""
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """New sequences have these state rows."""
+
+    def enqueued(self, kind: Hashable, rows: Sequence[int], num_prompts: int, drafts: int) -> Any:
+        """A step of ``kind`` is enqueued for the sequences in these rows, with K drafts; what ``read`` is to know.
+
+        It runs prompts of the first ``num_prompts`` of them.
+        """
+
+    def read(self, step: Any, num_emitted: Sequence[int], seconds: float | None) -> None:
+        """Such a step has emitted so many tokens of each sequence; it took so long if it is not None."""
+
+
+class Worth(ChoosesDrafts):
     """Chooses K for the steps of one engine.
 
     Attributes:
@@ -75,7 +110,7 @@ class Worth:
         return sequence.outlook
 
 
-class Longest:
+class Longest(ChoosesDrafts):
     """Chooses K for the steps of an engine whose drafter ends its chains itself: all drafts are verified."""
 
     def __init__(self, chosen: Counter[int]) -> None:
@@ -87,6 +122,3 @@ class Longest:
         longest = max(map(len, drafts))
         self._chosen[longest] += 1
         return longest
-
-    def learn(self, kind: Hashable, rows: int, seconds: float) -> None:
-        """Nothing is learned from the time of a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from specgraph.runtime.schedule.num_drafts import Longest, Worth
+from specgraph.runtime.schedule.num_drafts import ChoosesDrafts
 from specgraph.runtime.schedule.prompt_shapes import Overhead
 
 
@@ -23,7 +23,7 @@ class Policy:
         drafts: K by the number of sequences in a decode step: that of the largest key up to this number. None, and an
             empty table, is the drafter's own. A step that runs prompts makes as many as the sequences that decode in it
             would get without them, and the drafter's own number if none does.
-        worth: chooses K for every step, from the drafts that are there; None where ``drafts`` decide.
+        worth: chooses K for every step; None where ``drafts`` decide.
     """
 
     chunk: int
@@ -31,7 +31,7 @@ class Policy:
     overhead: Overhead
     joint: bool = True
     drafts: Mapping[int, int | None] = field(default_factory=dict)
-    worth: Worth | Longest | None = None
+    worth: ChoosesDrafts | None = None
 
     def drafts_of(self, count: int) -> int | None:
         """K for a decode step of ``count`` sequences."""

@@ -36,17 +36,21 @@ class StepCosts:
     def __init__(self) -> None:
         self._kinds: dict[Hashable, dict[int, _Estimate]] = {}
 
-    def add(self, kind: Hashable, rows: int, seconds: float) -> None:
-        """Take note of a step."""
+    def add(self, kind: Hashable, rows: int, seconds: float, fall: float = FALL) -> None:
+        """Take note of a step. ``fall`` is the part by which estimates of other numbers of rows fall."""
         known = self._kinds.setdefault(kind, {})
         for other, estimate in [*known.items()]:
             if other != rows:
-                estimate.seconds -= FALL * estimate.seconds
+                estimate.seconds -= fall * estimate.seconds
         if (old := known.get(rows)) is None:
             known[rows] = _Estimate(seconds)
             return
         risen = old.seconds + RISE * (min(seconds, MOST_RISE * old.seconds) - old.seconds)
         old.seconds, old.tries = min(seconds, risen), old.tries + 1
+
+    def known(self, kind: Hashable) -> dict[int, float]:
+        """The seconds of steps of a kind, by their numbers of rows."""
+        return {n: e.seconds for n, e in [*self._kinds.get(kind, {}).items()] if e.tries >= TRIES}
 
     def of(self, kind: Hashable, rows: int) -> float | None:
         """The seconds of a step of so many rows; None if nothing is known yet.
@@ -54,7 +58,7 @@ class StepCosts:
         Between two numbers of rows that are known, this is the straight line between them. Outside of them it is the
         least that may be true, so that such a step is tried where it may pay.
         """
-        known = {n: e.seconds for n, e in [*self._kinds.get(kind, {}).items()] if e.tries >= TRIES}
+        known = self.known(kind)
         if not known:
             return None
         numbers = sorted(known)

@@ -1,0 +1,164 @@
+"""K by what it is worth where the host does not know the drafts: by what was accepted lately, and what steps took."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import specgraph
+from specgraph import SpeculativeDecoder
+from specgraph.config import load_config
+from specgraph.runtime.requests.request import Request
+from specgraph.runtime.schedule.recent_acceptance import AGAIN, RecentAcceptance, SharedAcceptance
+from specgraph.runtime.schedule.sequences import ActiveSequence
+from specgraph.runtime.schedule.step_costs import StepCosts
+from tests.decoding import CONFIG, in_a_stream_and_a_session
+from tests.drafters.test_matrix import DRAFTERS, MATCH, PROMPTS, draft, heads_exported_once, model
+from tests.runtime.test_k_by_load import EACH, KINDS, captured, plain
+
+__all__ = ["heads_exported_once"]
+
+K = 5
+
+
+def adaptive(drafter: str, first: str | None = None, rule: str = "strict", **extra: Any) -> SpeculativeDecoder:
+    """Its steps are replayed, and read one step behind, as on a GPU."""
+    options = {**DRAFTERS[drafter], "num_speculative_tokens": K, "adaptive": True, "first": first, "first_match": MATCH}
+    config = {**CONFIG, "draft": options, "verify": {"rule": rule}, "pipeline": {"verify": False}, **extra}
+    return captured(specgraph.compile_speculative(model("llama"), config, draft=draft(drafter, "llama")))
+
+
+_DICE = random.Random(0)
+
+
+def at_random(worth: RecentAcceptance, *_: Any) -> int | None:
+    return _DICE.choice([*worth.choices[:-1], None])
+
+
+@pytest.mark.parametrize(("drafter", "first"), KINDS)
+def test_under_strict_no_token_changes_whatever_is_chosen(
+    drafter: str, first: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested = adaptive(drafter, first)
+    for choose in (None, at_random):
+        if choose is not None:
+            monkeypatch.setattr(RecentAcceptance, "choose", choose)
+        out = tested.generate(PROMPTS, eos_token_id=[], **EACH)
+        assert [tokens.tolist() for tokens in out.new_tokens] == plain()
+    assert len(out.stats.steps_by_drafts) > 2
+
+
+def test_a_stream_and_a_session_choose_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecentAcceptance, "choose", at_random)
+    common = {"max_new_tokens": 12, "eos_token_id": []}
+    tested = adaptive("eagle3")
+    expected = [tokens.tolist() for tokens in tested.generate(PROMPTS, **common).new_tokens]
+    streamed, found, stats = in_a_stream_and_a_session(tested, PROMPTS, **common)
+    assert streamed == expected and found == expected
+    assert len(stats.steps_by_drafts) > 2
+    assert "by how many drafts were accepted lately" in tested.report()
+
+
+@pytest.mark.parametrize("given", [{"draft": {"kind": "eagle", "num_speculative_tokens": "auto"}}])
+def test_auto_is_the_drafters_own_number_at_most(given: dict[str, Any]) -> None:
+    own = load_config({"draft": {"kind": "eagle"}}).draft.num_speculative_tokens
+    for config in (load_config(given), load_config({"draft.kind": "eagle", "draft.num_speculative_tokens": "auto"})):
+        assert config.draft.adaptive is True and config.draft.num_speculative_tokens == own
+
+
+# The choice alone, against steps and drafts that are made up
+
+MOST = 7
+
+
+class Machine:
+    """Sequences whose drafts are accepted with given probabilities, and steps that take given times."""
+
+    def __init__(self, acceptance: list[float], seconds: Callable[[int, int], float]) -> None:
+        """``seconds`` takes the number of sequences and K."""
+        self.acceptance, self.seconds = np.array(acceptance), seconds
+        self.rows = [*range(len(acceptance))]
+        self.chosen = Counter[int]()
+        self._of_all = SharedAcceptance(MOST), StepCosts(), self.chosen
+        self.start()
+        self._noise = np.random.default_rng(0)
+        self._sequences = [ActiveSequence(row, Request.__new__(Request), state_row=row) for row in self.rows]
+
+    def start(self) -> None:
+        """Another engine of the same decoder."""
+        self.worth = RecentAcceptance(len(self.rows), *self._of_all)
+        self.worth.begin(self.rows)
+
+    def tokens_per_second(self, steps: int) -> float:
+        """Steps are read one step behind. What no step before has made is not accepted."""
+        tokens, seconds, under_way = 0, 0.0, []
+        made = 0
+        for _ in range(steps):
+            k = self.worth.choose("kind", self._sequences, ())
+            k = MOST if k is None else k
+            drawn = self._noise.random((len(self.rows), MOST)) < self.acceptance[:, None]
+            accepted = drawn.cumprod(axis=1)[:, : min(k, made)].sum(axis=1)
+            under_way.append((self.worth.enqueued("kind", self.rows, 0, k), accepted + 1, k))
+            made = k
+            if len(under_way) > 1:
+                step, emitted, drafts = under_way.pop(0)
+                took = self.seconds(len(self.rows), drafts)
+                self.worth.read(step, emitted.tolist(), took)
+                tokens, seconds = tokens + int(emitted.sum()), seconds + took
+        return tokens / seconds
+
+    def of_fixed(self, k: int) -> float:
+        """Tokens per second with always the same K."""
+        expected = sum((self.acceptance**i).sum() for i in range(k + 1))
+        return float(expected) / self.seconds(len(self.rows), k)
+
+
+def h200(count: int, k: int) -> float:
+    """Milliseconds of an 8B model and a small head, roughly: bytes, rows beyond some hundred, and a call per draft."""
+    rows = count * (k + 1)
+    return 3.8 + 0.004 * count + 0.13 * k + 0.02 * max(0, rows - 128)
+
+
+def steep(count: int, k: int) -> float:
+    """Every row costs a third of a step."""
+    return 1 + (count * (k + 1) - 1) / 3
+
+
+@pytest.mark.parametrize("seconds", [h200, steep])
+@pytest.mark.parametrize("count", [1, 8, 64])
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.6, 0.9])
+def test_the_choice_is_nearly_the_best_number_and_never_worse_than_none(
+    seconds: Callable[[int, int], float], count: int, rate: float
+) -> None:
+    machine = Machine([rate] * count, seconds)
+    machine.tokens_per_second(200)  # costs are tried, and the first estimate is left behind
+    machine.start()
+    found = machine.tokens_per_second(3000)
+    best = max(machine.of_fixed(k) for k in range(MOST + 1))
+    assert found > 0.98 * machine.of_fixed(0) and found > 0.95 * best
+
+
+def test_drafts_that_are_right_again_are_noticed_where_none_was_verified() -> None:
+    machine = Machine([0.0] * 4, h200)
+    machine.tokens_per_second(1000)
+    assert machine.chosen[0] > 800
+    machine.acceptance[:] = 0.9
+    machine.tokens_per_second(2 * AGAIN)
+    machine.chosen.clear()
+    assert machine.tokens_per_second(500) > 0.9 * machine.of_fixed(MOST) and machine.chosen[MOST] > 400
+
+
+def test_a_new_sequence_begins_with_what_is_known_of_all() -> None:
+    machine = Machine([0.9, 0.1], h200)
+    machine.tokens_per_second(2000)
+    good, bad = machine.worth._own[:, 0]
+    assert good > 0.75 and bad < 0.35
+    machine.worth.begin([1])
+    assert machine.worth._own[0, 0] == good and 0.4 < machine.worth._own[1, 0] < 0.6
+    machine.start()
+    assert (abs(machine.worth._own[:, 0] - 0.5) < 0.1).all()
