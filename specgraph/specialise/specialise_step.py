@@ -7,7 +7,8 @@ It also makes the step of fewer drafts, for when many sequences decode together 
 load). The state keeps its shape; the window of a call has K + 1 columns for the smaller K, and all rows behind it
 follow from its width. The next window takes the first K drafts. What only made the others goes: draft calls whose cache
 rows nobody reads later (``scratch``), modules that write nothing, and draws. What brings the drafter's cache to the
-accepted prefix stays, so the drafts after a time with a smaller K are those that a larger one would have made.
+accepted prefix stays, so the drafts after a time with a smaller K are those that a larger one would have made. Of a
+module whose results nobody reads any more, only what it writes is computed: without drafts, those are keys and values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import fx
 
 from specgraph.errors import ConfigError
 from specgraph.ir.drafter import SCRATCH
-from specgraph.ir.graphs import arguments, calls, set_argument, written_by
+from specgraph.ir.graphs import arguments, calls, remove_dead_code, set_argument, written_by
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.step import WRITES
@@ -101,7 +102,8 @@ def _make_fewer(program: Program, count: int) -> str:
     set_argument(advance, "drafts", _first(program, advance, arguments(advance)["drafts"], count))
     _forget(program, count)
     gone = _sweep(program, count)
-    return f"{count} of {most} drafts; {gone.count('draft')} draft calls left out"
+    trimmed = "".join(f"; of {name} what it writes" for name in _drop_results(program))
+    return f"{count} of {most} drafts; {gone.count('draft')} draft calls left out{trimmed}"
 
 
 def _first(program: Program, before: fx.Node, drafts: Sequence[fx.Node], count: int) -> list[fx.Node]:
@@ -137,6 +139,18 @@ def _sweep(program: Program, count: int) -> list[str]:
             erased.append(str(node.meta.get("role")))
             program.graph.erase_node(node)
     return erased
+
+
+def _drop_results(program: Program) -> list[str]:
+    """Let modules whose results nobody reads compute what they write, and nothing else. Returns their names."""
+    called = [node for node in program.graph.nodes if node.op == "call_module"]
+    names = sorted({str(node.target) for node in called} - {str(node.target) for node in called if node.users})
+    for name in names:
+        module = program.modules[name]
+        (output,) = module.graph.find_nodes(op="output")
+        output.args = ((),)
+        remove_dead_code(module)
+    return names
 
 
 def _removable(program: Program, node: fx.Node, count: int) -> bool:

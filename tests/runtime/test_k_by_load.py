@@ -10,6 +10,8 @@ import pytest
 from torch import Tensor
 
 from specgraph import SpeculativeDecoder
+from specgraph.ir.linear import linears
+from specgraph.ir.verifier import verify_program
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prompt_shapes import Overhead
@@ -122,6 +124,16 @@ def test_each_k_is_captured_once() -> None:
     before = space.shapes
     in_a_session(tested)
     assert idle(tested) is space and space.shapes == before
+
+
+def test_without_drafts_a_drafter_computes_what_it_writes_alone() -> None:
+    """Its cache is brought to the accepted tokens, which takes nothing behind the last keys and values."""
+    steps, products = made("eagle3")._step_cache, []
+    for drafts in (None, 2, 0):
+        program = steps._make([*steps._passes(Mode(drafts=drafts))])
+        verify_program(program)
+        products.append(len(list(linears(program.modules.unchanged["draft"].graph))))
+    assert products == [8, 8, 3]  # queries, keys and values, of which attention writes some
 
 
 def test_no_row_of_a_window_is_real_beyond_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
