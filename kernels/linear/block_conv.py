@@ -5,8 +5,8 @@ For channel ``c``, which is in group ``g``, and row ``t``::
 
     out[t, c] = sum over i of (base[i, c] + delta[t, i, g]) * x[t - i, c]
 
-Sums are in float32, or float64 for what is in it, in the order of the taps, and rounded once. So the bits of a row are a
-function of the rows that it sees.
+Sums are in float32, or float64 for what is in it, in the order of the taps, and rounded once. So the bits of a row are
+a function of the rows that it sees.
 
 Source: DFlash 2 (z-lab and Inco AI, 2026).
 """

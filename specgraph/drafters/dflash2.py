@@ -1,16 +1,16 @@
 """DFlash2 heads: a block from one call, in which drafts are chosen among candidates one after the other.
 
-The layers are those of a DFlash head, which :mod:`specgraph.drafters.dflash` describes, with two additions. Each is there
-if a checkpoint has it.
+The layers are those of a DFlash head, which :mod:`specgraph.drafters.dflash` describes, with two additions. Each is
+there if a checkpoint has it.
 
 Around every attention and every MLP there are *convolutions*: each row of the block is mixed with the row before it, by
 weights that depend on the row (:mod:`specgraph.kernels.linear.block_conv`). Rows of the context are not.
 
-The *candidates* of a draft are the tokens with the largest logits of its row. A *selector* adds to their logits what the
-token before makes each of them more or less likely. That token is the anchor or, for each further row, the draft that
-was drawn before. What a draft is drawn from are the candidates alone: every other token has the probability 0. This is
-the exact distribution given the drafts before it, which the rules ``probabilistic`` and ``block`` compare with the
-target's.
+The *candidates* of a draft are the tokens with the largest logits of its row. A *selector* corrects these logits by the
+token before, which makes some candidates more likely and others less. That token is the anchor or, for each further
+row, the draft that was drawn before. A draft is drawn from the candidates alone: every other token has the probability
+0. This is the exact distribution given the drafts before it, which the rules ``probabilistic`` and ``block`` compare
+with the target's.
 
 Sources: DFlash 2 (z-lab and Inco AI, 2026), with the layout of z-lab; the ``dflash2`` of speculators.
 """
@@ -36,6 +36,7 @@ from specgraph.drafters.dflash_module import DFlash
 from specgraph.drafters.parts import Part, export_parts
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
+from specgraph.errors import ConfigError
 
 SELECTOR = "draft_selector"
 """The module that DFlash2 adds to those of DFlash. It gives the logits of one row from its candidates."""
@@ -75,7 +76,9 @@ class DFlash2Drafter(DFlashDrafter):
         declared, classes = files.config.get("speculators_model_type"), architectures(files.config)
         if declared is not None:
             return Checkpoint.of(files, cls.kind, "speculators", cls.kind) if declared == cls.kind else None
-        known = "DFlash2DraftModel" in classes or (not classes and {loading.CODEBOOK, loading.KERNEL} & {*files.tensors})
+        known = "DFlash2DraftModel" in classes or (
+            not classes and {loading.CODEBOOK, loading.KERNEL} & {*files.tensors}
+        )
         return Checkpoint.of(files, cls.kind, "z-lab", cls.kind) if known else None
 
     @classmethod
@@ -86,18 +89,17 @@ class DFlash2Drafter(DFlashDrafter):
     @classmethod
     def make_module(cls, loader: HeadLoader, settings: Mapping[str, Any]) -> DFlash:
         """A head that drafts the whole vocabulary, every token of which its selector embeds."""
-        size, drafted = loader.info.vocab_size, settings["draft_vocab_size"]
-        if drafted < size:
-            raise loader.unfit(f"{cls.what} drafts the whole vocabulary, and this one {drafted} tokens", f"has {size}")
-        rows, taps = settings.get("selector_rows", size), settings.get("conv_taps", 0)
-        if loading.CODEBOOK in loader.stored and rows < size:
-            raise loader.unfit(f"{loading.CODEBOOK} has {rows} rows", f"has a vocabulary of {size}")
-        top_k, width, group = (settings.get("selector_top_k", 1), settings["layers"].hidden_size,
-                               settings.get("conv_group", 1))  # fmt: skip
-        if top_k > size:
-            raise loader.unfit(f"selector_top_k is {top_k}", f"has a vocabulary of {size}")
-        if taps and width % group:
-            raise loader.unfit(f"conv_group_size is {group}, no divisor of the head's width {width}", "needs one")
+        found, size = cls.shape(**settings), loader.info.vocab_size
+        if found.draft_vocab_size < size:
+            raise loader.unfit(
+                f"it drafts {found.draft_vocab_size} tokens", f"has {size}, all of which {cls.what} drafts"
+            )
+        if loading.CODEBOOK in loader.stored and 0 < found.selector_rows < size:
+            raise loader.unfit(f"{loading.CODEBOOK} has {found.selector_rows} rows", f"has a vocabulary of {size}")
+        if found.selector_top_k > size:
+            raise loader.unfit(f"selector_top_k is {found.selector_top_k}", f"has a vocabulary of {size}")
+        if found.layers.hidden_size % found.conv_group:
+            raise loader.unfit(f"conv_group_size is {found.conv_group}", f"has {found.layers.hidden_size} channels")
         return super().make_module(loader, settings)
 
     @classmethod
@@ -107,13 +109,18 @@ class DFlash2Drafter(DFlashDrafter):
 
     @classmethod
     def new_settings(cls, plan: HeadPlan) -> dict[str, Any]:
-        """The fields of the configuration of a new head."""
-        rows = plan.layers.vocab_size
+        """The fields of the configuration of a new head.
+
+        Raises:
+            ConfigError: it would draft a part of the vocabulary.
+        """
+        if plan.vocabulary is not None:
+            raise ConfigError("DFlash2 heads draft the whole vocabulary; leave head.draft_vocab_size out.")
         return super().new_settings(plan) | {
-            "conv_taps": min(RANDOM_TAPS, plan.steps + 1),
+            "conv_taps": RANDOM_TAPS,
             "conv_group": math.gcd(loading.CONV_GROUP, plan.layers.hidden_size),
             "selector_rank": plan.markov_rank,
-            "selector_rows": rows,
+            "selector_rows": plan.layers.vocab_size,
             "selector_top_k": min(loading.SELECTOR_TOP_K, len(plan.projection)),
         }
 

@@ -1,7 +1,8 @@
 """The options of DFlash2 heads, and their configuration in the layout of z-lab.
 
 Options that DFlash heads have, too, are read in the same way. In the layout of z-lab, those of the convolutions and of
-the selector are in ``dflash_config``, and in that of speculators they are at the top level. Tensors have the same names.
+the selector are in ``dflash_config``, and in that of speculators they are at the top level. Tensors have the same
+names.
 """
 
 from __future__ import annotations

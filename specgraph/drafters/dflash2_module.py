@@ -7,6 +7,7 @@ Sources: DFlash 2 (z-lab and Inco AI, 2026); the ``dflash2`` of speculators.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specgraph.drafters.dflash_module import DFlash, DFlashConfig, DFlashLayer, Sublayer
+from specgraph.drafters.plan import HeadPlan
 from specgraph.kernels.linear.block_conv import block_conv
 
 
@@ -82,17 +84,17 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(shape))
         self.hidden_projection = nn.Linear(config.layers.hidden_size, config.selector_rank, bias=False)
 
-    def forward(self, tokens: Tensor, gates: Tensor, candidates: Tensor) -> Tensor:
-        """What is added to the logits of candidates ``[..., k]``, in float32 or float64.
-
-        Args:
-            tokens: the token before, int64 ``[...]``.
-            gates: ``W h``, ``[..., r]``.
-            candidates: int64 ``[..., k]``.
-        """
+    def before(self, tokens: Tensor, gates: Tensor) -> Tensor:
+        """The first factor ``[..., r]``, in float32 or float64, by tokens ``[...]`` and gates ``W h``, ``[..., r]``."""
         exact = torch.promote_types(gates.dtype, torch.float32)
-        before = F.embedding(tokens, self.predecessor_codebook).to(exact) * gates.to(exact)
-        return (before.unsqueeze(-2) * F.embedding(candidates, self.successor_codebook).to(exact)).sum(-1)
+        return F.embedding(tokens, self.predecessor_codebook).to(exact) * gates.to(exact)
+
+    def forward(self, before: Tensor, candidates: Tensor) -> Tensor:
+        """What is added to the logits of candidates, int64 ``[..., k]``, behind what :meth:`before` gave: ``[..., k]``.
+
+        A sum and no product of matrices, so that it has the same bits in every batch.
+        """
+        return (before.unsqueeze(-2) * F.embedding(candidates, self.successor_codebook).to(before)).sum(-1)
 
 
 class DFlash2(DFlash):
@@ -127,6 +129,48 @@ class DFlash2(DFlash):
         The other arguments are what :meth:`draft` gives.
         """
         assert self.candidate_selector is not None
-        added = self.candidate_selector(tokens, gates, candidates)
+        added = self.candidate_selector(self.candidate_selector.before(tokens, gates), candidates)
         nothing = added.new_full((*tokens.shape, self.config.draft_vocab_size), -torch.inf)
         return nothing.scatter(-1, candidates, unary + added)
+
+    # Training, as :class:`~specgraph.drafters.shifted.ShiftedHead` describes it
+
+    def unroll(
+        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,
+        rows: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """For draft 0, 1, ... of every position of a text, what its logits are computed from.
+
+        These are the rows that :meth:`DFlash.unroll` gives and, with a selector, the factor that the token before each
+        draft gives: ``[B, S, H]`` or ``[B, S, H + r]``. The token before draft ``i`` of row ``t`` is the text's,
+        ``x[t+1+i]``, as if all drafts before were right.
+        """
+        selector = self.candidate_selector
+        for step, out in enumerate(super().unroll(tokens, features, steps, mask_token_id, rows)):
+            if selector is not None:
+                gates = selector.hidden_projection(self.norm(out))
+                out = torch.cat([out, selector.before(tokens.roll(-1 - step, dims=1), gates).to(out)], dim=-1)
+            yield out
+
+    def step_logits(self, hidden: Tensor, step: int) -> Tensor:
+        """Logits ``[R, Vd]`` of rows ``[R, H]`` or ``[R, H + r]`` that :meth:`unroll` gave.
+
+        Decoding draws from the candidates among them. Training keeps the others, so that it makes candidates of tokens
+        that are none yet.
+        """
+        rows, before = torch.split(hidden, [self.fc.out_features, self.config.selector_rank], dim=-1)
+        logits = self.predict(rows)
+        if self.candidate_selector is None:
+            return logits
+        candidates = logits.topk(self.config.selector_top_k, dim=-1).indices
+        return logits.scatter_add(-1, candidates, self.candidate_selector(before, candidates).to(logits))
+
+    @torch.no_grad()
+    def start(self, plan: HeadPlan) -> None:
+        """Start as :meth:`DFlash.start` does, with convolutions that are the identity and a selector that adds 0."""
+        super().start(plan)
+        for module in self.modules():
+            if isinstance(module, SublayerConv):
+                module.start()
+        if self.candidate_selector is not None:
+            nn.init.normal_(self.candidate_selector.predecessor_codebook)

@@ -54,7 +54,12 @@ def head_reader(checkpoint: Checkpoint) -> Reader:
 
 
 def common_options(
-    reader: Reader, overrides: Any, target_layers: int | None, own: Mapping[str, Any], *, from_anchor: bool,
+    reader: Reader,
+    overrides: Any,
+    target_layers: int | None,
+    own: Mapping[str, Any],
+    *,
+    from_anchor: bool,
     causal_windows: bool,
 ) -> HeadOptions:
     """The options of a head with these layers.
