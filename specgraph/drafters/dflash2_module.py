@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from specgraph.drafters.dflash_module import DFlash, DFlashConfig, DFlashLayer, Sublayer
 from specgraph.drafters.plan import HeadPlan
 from specgraph.kernels.linear.block_conv import block_conv
+from specgraph.kernels.linear.candidates import score_candidates
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ class DFlash2Layer(DFlashLayer):
 
 
 class CandidateSelector(nn.Module):
-    """Says how much a token before it makes a candidate more likely: ``(A[token] * W h) . B[candidate]``, of rank
-    ``r``, for the hidden state ``h`` of the candidate's row.
+    """Corrects the logits of candidates by the token before them (:mod:`specgraph.kernels.linear.candidates`).
+
+    The gates of a row with the hidden state ``h`` are ``W h``.
     """
 
     def __init__(self, config: DFlash2Config) -> None:
@@ -83,18 +85,6 @@ class CandidateSelector(nn.Module):
         self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
         self.successor_codebook = nn.Parameter(torch.zeros(shape))
         self.hidden_projection = nn.Linear(config.layers.hidden_size, config.selector_rank, bias=False)
-
-    def before(self, tokens: Tensor, gates: Tensor) -> Tensor:
-        """The first factor ``[..., r]``, in float32 or float64, by tokens ``[...]`` and gates ``W h``, ``[..., r]``."""
-        exact = torch.promote_types(gates.dtype, torch.float32)
-        return F.embedding(tokens, self.predecessor_codebook).to(exact) * gates.to(exact)
-
-    def forward(self, before: Tensor, candidates: Tensor) -> Tensor:
-        """What is added to the logits of candidates, int64 ``[..., k]``, behind what :meth:`before` gave: ``[..., k]``.
-
-        A sum and no product of matrices, so that it has the same bits in every batch.
-        """
-        return (before.unsqueeze(-2) * F.embedding(candidates, self.successor_codebook).to(before)).sum(-1)
 
 
 class DFlash2(DFlash):
@@ -124,14 +114,13 @@ class DFlash2(DFlash):
         return candidates, unary, self.candidate_selector.hidden_projection(rows)
 
     def score(self, tokens: Tensor, candidates: Tensor, unary: Tensor, gates: Tensor) -> Tensor:
-        """Logits ``[..., Vd]`` of rows behind ``tokens``, int64 ``[...]``: those of the candidates, -inf elsewhere.
+        """Logits ``[B, R, Vd]`` of rows behind ``tokens``, int64 ``[B, R]``: those of the candidates, -inf elsewhere.
 
         The other arguments are what :meth:`draft` gives.
         """
         assert self.candidate_selector is not None
-        added = self.candidate_selector(self.candidate_selector.before(tokens, gates), candidates)
-        nothing = added.new_full((*tokens.shape, self.config.draft_vocab_size), -torch.inf)
-        return nothing.scatter(-1, candidates, unary + added)
+        codebooks = self.candidate_selector.predecessor_codebook, self.candidate_selector.successor_codebook
+        return score_candidates(*codebooks, tokens, candidates, unary, gates, vocab_size=self.config.draft_vocab_size)
 
     # Training, as :class:`~specgraph.drafters.shifted.ShiftedHead` describes it
 
@@ -141,15 +130,15 @@ class DFlash2(DFlash):
     ) -> Iterator[Tensor]:  # fmt: skip
         """For draft 0, 1, ... of every position of a text, what its logits are computed from.
 
-        These are the rows that :meth:`DFlash.unroll` gives and, with a selector, the factor that the token before each
-        draft gives: ``[B, S, H]`` or ``[B, S, H + r]``. The token before draft ``i`` of row ``t`` is the text's,
+        These are the rows that :meth:`DFlash.unroll` gives and, with a selector, the gated embedding of the token
+        before each draft: ``[B, S, H]`` or ``[B, S, H + r]``. The token before draft ``i`` of row ``t`` is the text's,
         ``x[t+1+i]``, as if all drafts before were right.
         """
         selector = self.candidate_selector
         for step, out in enumerate(super().unroll(tokens, features, steps, mask_token_id, rows)):
             if selector is not None:
-                gates = selector.hidden_projection(self.norm(out))
-                out = torch.cat([out, selector.before(tokens.roll(-1 - step, dims=1), gates).to(out)], dim=-1)
+                before = F.embedding(tokens.roll(-1 - step, dims=1), selector.predecessor_codebook)
+                out = torch.cat([out, before * selector.hidden_projection(self.norm(out))], dim=-1)
             yield out
 
     def step_logits(self, hidden: Tensor, step: int) -> Tensor:
@@ -163,7 +152,8 @@ class DFlash2(DFlash):
         if self.candidate_selector is None:
             return logits
         candidates = logits.topk(self.config.selector_top_k, dim=-1).indices
-        return logits.scatter_add(-1, candidates, self.candidate_selector(before, candidates).to(logits))
+        after = F.embedding(candidates, self.candidate_selector.successor_codebook)
+        return logits.scatter_add(-1, candidates, (before.unsqueeze(-2) * after).sum(-1))
 
     @torch.no_grad()
     def start(self, plan: HeadPlan) -> None:

@@ -311,4 +311,3 @@ def test_a_head_is_lowered_with_its_target(tmp_path: Path) -> None:
     assert TestDrafts.tokens_of(tested) == TestDrafts.tokens_of(compiled(model, "none", 1))
     ops = [str(node.target) for node in tested.stages["index_rows"].modules["draft"].graph.nodes]
     assert ops.count("specgraph.block_conv.default") == 2 * 2 * 2, "two around both sublayers of both layers"
-    print(sorted(set(ops)), [str(n.target) for n in tested.stages["index_rows"].modules[SELECTOR].graph.nodes])
