@@ -202,11 +202,10 @@ def _around(weights: dict[str, Tensor], name: str, sublayer: Callable[[Tensor], 
 def _convolved(base: Tensor, added: Tensor, x: Tensor) -> Tensor:
     """Every channel of a row mixed with the same channel of the rows before it, by ``base`` and by the row's own
     weights, which some channels share."""
+    own = added.repeat_interleave(x.shape[1] // added.shape[2], dim=2)
     out = torch.zeros_like(x)
-    for row in range(len(x)):
-        for tap in range(min(row + 1, len(base))):
-            own = added[row, tap].repeat_interleave(x.shape[1] // added.shape[2])
-            out[row] += (base[tap] + own) * x[row - tap]
+    for tap in range(min(len(x), len(base))):
+        out[tap:] += (base[tap] + own[tap:, tap]) * x[: len(x) - tap]
     return out
 
 
