@@ -8,6 +8,8 @@ import specgraph.kernels.attention.attention
 import specgraph.kernels.attention.block
 import specgraph.kernels.attention.rotary
 import specgraph.kernels.linear.all_reduce
+import specgraph.kernels.linear.block_conv
+import specgraph.kernels.linear.candidates
 import specgraph.kernels.linear.concat
 import specgraph.kernels.linear.embedding
 import specgraph.kernels.linear.experts

@@ -13,6 +13,8 @@ NAMED = {
     "Eagle3DeepseekV2ForCausalLM": "an EAGLE-3 head with MLA attention",
     "DFlash": "a variant of DFlash",
     "DSpark": "a DSpark head",
+    "Domino": "a Domino head",
+    "LiLiCorr": "a LiLiCorr head",
     "MTP": "an MTP head",
 }
 """Formats by what the name of one of their architectures contains."""

@@ -188,6 +188,15 @@ class DFlashDraftConfig(ParallelDraftConfig):
 
 
 @dataclass
+class DFlash2DraftConfig(DFlashDraftConfig):
+    """Keys of ``draft`` for DFlash2 heads. A value overrides the checkpoint's; null keeps it."""
+
+    kind: str = "dflash2"
+
+    trains: ClassVar[tuple[str, ...]] = ("dflash2",)
+
+
+@dataclass
 class DSparkDraftConfig(DFlashDraftConfig):
     """Keys of ``draft`` for DSpark heads. A value overrides the checkpoint's; null keeps it."""
 

@@ -54,6 +54,8 @@ FEATURES, CONTEXT, BLOCK = "draft_features", "draft_context", "draft"
 keys and values of these rows, and the third runs a block and gives its logits."""
 OTHERS = re.compile("Draft|DSpark|XPress")
 """Matches classes of heads of other kinds with the same layers."""
+OTHERS_TENSORS = re.compile(r"markov_head\.|candidate_selector\.|layers\.\d+\.\w+_conv\.")
+"""Matches tensors that these have and DFlash heads do not."""
 RANDOM_LAYERS, RANDOM_RANK = 5, 256
 """The number of layers of a random head, and the rank of its Markov head if its kind has one, which are those of the
 published heads."""
@@ -81,6 +83,8 @@ class DFlashDrafter(DecoderHeadDrafter):
     """The name of the node that holds what the call of a block returned."""
     samples_from_anchor = False
     """Whether the anchor's row gives the first draft, unless a checkpoint says otherwise."""
+    causal_windows = True
+    """Whether rows see no later rows of their block in layers with a window, unless a checkpoint says otherwise."""
     usual = loading.USUAL
     """Keys of variants with another forward pass, and the values that mean none of that."""
     saved_config = staticmethod(z_lab_config)
@@ -119,9 +123,9 @@ class DFlashDrafter(DecoderHeadDrafter):
             return Checkpoint.of(files, cls.kind, "speculators", "dflash") if declared == "dflash" else None
         if classes and "DFlashDraftModel" not in classes and any(map(OTHERS.search, classes)):
             return None
-        own = not any(name.startswith("markov_head.") for name in files.tensors)
+        own = not any(map(OTHERS_TENSORS.match, files.tensors))
         named = own and {"fc.weight", "hidden_norm.weight"} <= files.tensors.keys()
-        known = named or "dflash_config" in config or "DFlashDraftModel" in classes
+        known = named or (own and "dflash_config" in config) or "DFlashDraftModel" in classes
         return Checkpoint.of(files, cls.kind, "z-lab", "dflash") if known else None
 
     @classmethod
@@ -130,7 +134,10 @@ class DFlashDrafter(DecoderHeadDrafter):
         reader = loading.head_reader(checkpoint)
         reader.refuse_variants(cls.usual, cls.head.__name__)
         own = cls.own_settings(reader)
-        return loading.common_options(reader, overrides, target_layers, cls.samples_from_anchor, own)
+        return loading.common_options(
+            reader, overrides, target_layers, own, from_anchor=cls.samples_from_anchor,
+            causal_windows=cls.causal_windows,
+        )  # fmt: skip
 
     @classmethod
     def own_settings(cls, reader: Reader) -> dict[str, Any]:

@@ -30,6 +30,7 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "projector_type": (None, "dflash"), "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1, 1.0), "is_neox_style": (None, True), "logit_scale": (None, 1, 1.0),
     "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "final_logit_softcapping": (None, 0),
+    "input_embedding_scale": (None, 1, 1.0), "output_multiplier": (None, 1, 1.0),
 }  # fmt: skip
 """Keys of variants that have another forward pass or another meaning of rows, and the values that mean none of that."""
 
@@ -53,7 +54,13 @@ def head_reader(checkpoint: Checkpoint) -> Reader:
 
 
 def common_options(
-    reader: Reader, overrides: Any, target_layers: int | None, from_anchor: bool, own: Mapping[str, Any]
+    reader: Reader,
+    overrides: Any,
+    target_layers: int | None,
+    own: Mapping[str, Any],
+    *,
+    from_anchor: bool,
+    causal_windows: bool,
 ) -> HeadOptions:
     """The options of a head with these layers.
 
@@ -61,9 +68,10 @@ def common_options(
         reader: its configuration.
         overrides: the options of a user.
         target_layers: the number of layers of the target, or None.
+        own: the options that heads of this kind alone have.
         from_anchor: whether a row predicts the token behind its own position, if the configuration does not say so.
             JetSpec's heads and sglang have other names for that option.
-        own: the options that heads of this kind alone have.
+        causal_windows: whether rows see no later rows of their block in layers with a window, if it does not say so.
     """
     from_anchor = reader.flag(
         "sample_from_anchor", from_anchor, other_names=("query_zero_predicts_next", "draft_shift")
@@ -75,7 +83,7 @@ def common_options(
         default = partial(default_features, layers.num_layers), "default: evenly spaced from hs[2] to hs[L - 2]"
     features = reader.features(overrides.feature_layers, target_layers, *default)
     settings = {
-        "masks": _masks(reader, layers.num_layers, overrides),
+        "masks": _masks(reader, layers.num_layers, overrides, causal_windows),
         "block_size": _block_size(reader, 1 if from_anchor else 2),
         "sample_from_anchor": from_anchor,
         **own,
@@ -105,13 +113,13 @@ def _mask_token(reader: Reader, overrides: Any) -> int:
     return token
 
 
-def _masks(reader: Reader, count: int, overrides: Any) -> tuple[BlockMask, ...]:
+def _masks(reader: Reader, count: int, overrides: Any, causal_windows: bool) -> tuple[BlockMask, ...]:
     """The mask of each layer, that is, which keys the rows of a block see.
 
     ``layer_types`` names the layers with a sliding window, unless ``use_sliding_window`` is false. In the layout of
     z-lab, ``use_swa`` gives all layers one, and rows then see each other in both directions; else ``is_causal``,
     ``causal`` or ``causal_head`` decides for all layers, and where none of them is set, layers with a window are
-    causal. In the layout of speculators, layers with a window are causal unless ``sliding_window_non_causal`` is set,
+    causal if ``causal_windows``. In the layout of speculators, ``sliding_window_non_causal`` says that these are not,
     and the window is counted from the anchor.
     """
     own = reader.checkpoint.layout == "speculators"
@@ -120,7 +128,7 @@ def _masks(reader: Reader, count: int, overrides: Any) -> tuple[BlockMask, ...]:
     types = [] if settings.get("use_sliding_window") is False else list(settings.get("layer_types") or [])
     sliding = [everywhere or kind == "sliding_attention" for kind in (types + [None] * count)[:count]]
     window = _window(reader, everywhere) if any(sliding) else None
-    causal = False if everywhere else _causal(reader, own)
+    causal = False if everywhere else _causal(reader, own, causal_windows)
     anchored = any(sliding) and reader.flag("anchored_window", own, overrides.anchored_window)
     return tuple(BlockMask(window if slides else None, slides if causal is None else causal, slides and anchored)
                  for slides in sliding)  # fmt: skip
@@ -134,17 +142,17 @@ def _window(reader: Reader, everywhere: bool) -> int:
     return int(reader.note("sliding_window", value, key))
 
 
-def _causal(reader: Reader, speculators: bool) -> bool | None:
+def _causal(reader: Reader, speculators: bool, causal_windows: bool) -> bool | None:
     """Whether rows see no later rows of their block; None if that is so in layers with a sliding window alone."""
     config, nested = reader.checkpoint.config, reader.nested
     if speculators:
-        return False if reader.flag("sliding_window_non_causal", False) else None
+        return False if reader.flag("sliding_window_non_causal", not causal_windows) else None
     declared = ((config, "is_causal"), (nested, "causal"), (nested, "causal_head"))
     for values, key in declared:
         if values.get(key) is not None:
             return bool(reader.note("causal", bool(values[key]), key))
-    reader.note("causal", "in layers with a sliding window", "default")
-    return None
+    reader.note("causal", "in layers with a sliding window" if causal_windows else False, "default")
+    return None if causal_windows else False
 
 
 def read_mask_embedding(path: Path) -> tuple[Tensor, int | None] | None:

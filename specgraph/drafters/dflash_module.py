@@ -8,10 +8,10 @@ Source: DFlash (z-lab, 2026), ``dflash/model.py``; the variants are those of spe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from specgraph.drafters.plan import HeadPlan
 
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine ``[B, T, D]`` of the rotary embedding."""
+Sublayer: TypeAlias = Callable[[Tensor], Tensor]
+"""The attention or the MLP of a layer, without its norm and its residual: rows ``[B, T, H]`` to the same shape."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,18 @@ class DFlashLayer(nn.Module):
 
     def forward(self, hidden: Tensor, angles: Angles, attend: Attend = attend_in_block) -> Tensor:
         """The rows ``[B, T, H]`` of a block to the same shape. ``attend`` computes the attention."""
-        normed = self.input_layernorm(hidden)
-        k, v = self.keys_and_values(normed, angles)
-        mixed = attend(self._queries(normed, angles), k, v, float(self.self_attn.scaling), self.mask)
-        hidden = hidden + self.self_attn.o_proj(mixed.flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attention = partial(self._attention, angles=angles, attend=attend)
+        hidden = hidden + self.around("attention", attention, self.input_layernorm(hidden))
+        return hidden + self.around("mlp", self.mlp, self.post_attention_layernorm(hidden))
+
+    def around(self, name: str, sublayer: Sublayer, x: Tensor) -> Tensor:
+        """Run a sublayer, ``attention`` or ``mlp``, on rows ``[B, T, H]`` of blocks. Heads of other kinds add to it."""
+        return sublayer(x)
+
+    def _attention(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        k, v = self.keys_and_values(x, angles)
+        mixed = attend(self._queries(x, angles), k, v, float(self.self_attn.scaling), self.mask)
+        return self.self_attn.o_proj(mixed.flatten(2))
 
     def _queries(self, x: Tensor, angles: Angles) -> Tensor:
         return self._rotated(self.self_attn.q_proj(x), "q_norm", angles)
@@ -110,10 +119,14 @@ class DFlash(DecoderHead):
         norm, size, eps = LAYERS[layers.model_type][2], layers.hidden_size, layers.rms_norm_eps
         self.fc = nn.Linear(config.num_features * config.target_hidden_size, size, bias=False)
         self.hidden_norm = norm(size, eps=eps)
-        self.layers = nn.ModuleList(DFlashLayer(layers, i, mask) for i, mask in enumerate(config.masks))
+        self.layers = nn.ModuleList(map(self.make_layer, range(len(config.masks))))
         self.norm = norm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if mask_embedding else None
+
+    def make_layer(self, index: int) -> DFlashLayer:
+        """One of the layers."""
+        return DFlashLayer(self.config.layers, index, self.config.masks[index])
 
     def combine(self, *features: Tensor) -> Tensor:
         """The rows ``[B, T, H]`` of the context, from the target's features ``[B, T, Ht]``."""

@@ -57,7 +57,7 @@ class DSparkDrafter(DFlashDrafter):
         """Append a call of :data:`MARKOV` and a draw for each draft, and a call of :data:`CONFIDENCE` for all."""
         logits = step.call(operator.getitem, returned, 0, name="base_logits")
         hidden = step.call(operator.getitem, returned, 1, name="block_hidden")
-        before = [_rows(step, tokens, 0, 1, "anchor")]
+        before = [step.cut(tokens, 0, 1, "anchor")]
         if MARKOV in step.program.modules:
             before += self._draw_in_order(step, before[0], logits, hidden, returned)
         else:
@@ -73,9 +73,9 @@ class DSparkDrafter(DFlashDrafter):
         state = step.call(operator.getitem, returned, 2, name="markov_state") if "state" in inputs else None
         drafts = []
         for row in range(self.num_speculative_tokens):
-            given: dict[str, Any] = {"tokens": token, "logits": _rows(step, logits, row, 1, f"base_logits_{row}")}
+            given: dict[str, Any] = {"tokens": token, "logits": step.cut(logits, row, 1, f"base_logits_{row}")}
             if "hidden" in inputs:
-                given["hidden"] = _rows(step, hidden, row, 1, f"block_hidden_{row}")
+                given["hidden"] = step.cut(hidden, row, 1, f"block_hidden_{row}")
             corrected = step.call(MARKOV, **given, **({} if state is None else {"state": state}), name=f"markov_{row}")
             if state is not None:
                 state = step.call(operator.getitem, corrected, 1, name=f"markov_state_{row}")
@@ -138,11 +138,6 @@ class DSparkDrafter(DFlashDrafter):
 
 def _inputs(step: DraftStep, module: str) -> set[str]:
     return {node.name for node in step.program.modules.unchanged[module].graph.find_nodes(op="placeholder")}
-
-
-def _rows(step: DraftStep, values: fx.Node, first: int, count: int, name: str) -> fx.Node:
-    """The rows ``values[:, first : first + count]``."""
-    return step.call(operator.getitem, values, (slice(None), slice(first, first + count)), name=name)
 
 
 MARKOV_INPUTS = {

@@ -25,11 +25,13 @@ class Part:
         run: a method of the head. The names of its arguments become those of the graph's inputs.
         inputs: the arguments that it gets, of which :data:`TARGET_FEATURES` may be there several times.
         rows: the number of rows of every input; None for any number.
+        ids: those of the inputs with a width that hold int64.
     """
 
     run: Callable[..., Any]
     inputs: tuple[str, ...]
     rows: int | None = None
+    ids: tuple[str, ...] = ()
 
 
 class _Module(nn.Module):
@@ -58,16 +60,16 @@ def export_parts(
     for name, part in parts.items():
         dims = {0: batch, 1: length} if part.rows is None else {0: batch}
         # Each argument is a tensor of its own, because export would merge inputs that are the same tensor.
-        given = tuple(_example(like, part.rows or 5, widths.get(key)) for key in part.inputs)
+        given = tuple(_example(like, part.rows or 5, widths.get(key), key in part.ids) for key in part.inputs)
         shapes = {key: (dims,) * part.inputs.count(key) if key == TARGET_FEATURES else dims for key in part.inputs}
         graphs[name] = export_hooked(_Module(head, part.run), given, shapes, name, "head.", rope)
     return graphs
 
 
-def _example(like: Tensor, rows: int, width: int | None) -> Tensor:
+def _example(like: Tensor, rows: int, width: int | None, ids: bool) -> Tensor:
     if width is None:
         return torch.arange(rows, device=like.device).expand(3, rows).contiguous()
-    return like.new_zeros(3, rows, width)
+    return like.new_zeros(3, rows, width, dtype=torch.int64 if ids else None)
 
 
 def copy_inputs(graph: fx.Graph, module: fx.GraphModule) -> dict[fx.Node, fx.Node]:

@@ -30,7 +30,7 @@ class HeadPlan:
         family: an option of MTP, see :class:`~specgraph.drafters.mtp_module.MtpOptions`.
         causal: an option of block heads, see :class:`~specgraph.drafters.dflash_module.BlockMask`.
         markov_rank, markov_kind, confidence: options of DSpark, see
-            :class:`~specgraph.drafters.dspark_module.DSparkConfig`.
+            :class:`~specgraph.drafters.dspark_module.DSparkConfig`. The rank is also that of the selector of DFlash2.
         norm_before_residual: an option of EAGLE-3, see :class:`~specgraph.drafters.eagle3_module.Eagle3Config`.
     """
 

@@ -119,6 +119,10 @@ class DraftStep:
         """Append a call of a function of :mod:`specgraph.kernels.step`, or of a module by its name."""
         return self.program.call(target, *args, name=name, **kwargs)
 
+    def cut(self, values: fx.Node, first: int, count: int, name: str) -> fx.Node:
+        """Append the rows ``values[:, first : first + count]``."""
+        return self.call(operator.getitem, values, (slice(None), slice(first, first + count)), name=name)
+
     def draft(self, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
         """Append a call of the module ``draft``."""
         return self.program.call("draft", *args, name=name, role="draft", **kwargs)

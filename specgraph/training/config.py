@@ -25,7 +25,7 @@ class HeadConfig:
 
     layers: int | None = None
     """The number of decoder layers; for medusa, of residual blocks in every head; for mtp, of modules; null is 1, and
-    for dflash and dspark 5."""
+    for dflash, dflash2 and dspark 5."""
     family: str = "chained"
     """mtp: the hidden state that further modules read, chained (the output of the module before) or target."""
     model_type: str = "llama"
@@ -40,12 +40,13 @@ class HeadConfig:
     """The width of one attention head."""
     feature_layers: list[int] = field(default_factory=list)
     """The indices k, ascending, of the target's hidden states hs[k] that the head reads; [] takes hs[2], hs[L//2],
-    hs[L-3]; for dflash and dspark five from hs[2] to hs[L-2]; for a head that reads only one the last."""
+    hs[L-3]; for dflash, dflash2 and dspark five from hs[2] to hs[L-2]; for a head that reads only one the last."""
     causal: bool = False
-    """dflash, dspark: whether rows of a block see no later rows of it, so that a draft does not depend on how many
-    there are behind it."""
+    """dflash, dflash2, dspark: whether rows of a block see no later rows of it, so that a draft does not depend on how
+    many there are behind it."""
     markov_rank: int = 256
-    """dspark: the rank of the Markov head, which corrects logits by the token before; 0 is none."""
+    """dspark: the rank of the Markov head, dflash2: of the selector, which corrects logits by the token before; 0 is
+    none."""
     markov_kind: str = "vanilla"
     """dspark: the kind of Markov head, vanilla, gated or rnn."""
     confidence: bool = True
@@ -57,8 +58,8 @@ class HeadConfig:
     init: str | None = None
     """The folder of a trained head, as `train` saves it, to start from; layers that it lacks start as in a new head."""
     mask_token_id: int | None = None
-    """peagle, dflash, dspark: the id in the place of a token not drafted yet, which text does not use; null is the PAD
-    token."""
+    """peagle, dflash, dflash2, dspark: the id in the place of a token not drafted yet, which text does not use; null is
+    the PAD token."""
 
 
 @dataclass
@@ -73,7 +74,7 @@ class ChainConfig:
     """The share of the loss that is the probability of a rejection at temperature 1; the rest is the cross-entropy.
     DeepSpec trains dspark with 0.95."""
     anchors: float = 1.0
-    """The share of the answers' tokens behind which drafts are learned, drawn for every batch. For dflash
+    """The share of the answers' tokens behind which drafts are learned, drawn for every batch. For dflash, dflash2
     and dspark, a batch costs as much less."""
     keep: float = 1.0
     """Draft i learns from a share max(keep^i, keep_least) of these tokens, drawn for every batch."""

@@ -18,7 +18,7 @@ from tests.checkpoints.running import load, target
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "mtp of another form": ({"model_type": "deepseek_v4"}, ["mtp.0.e_proj.weight"], "an MTP head"),
-    "dflash2": ({"architectures": ["DFlash2DraftModel"]}, ["fc.weight"], r"a variant of DFlash \(DFlash2DraftModel\)"),
+    "dflash": ({"architectures": ["DFlash3Model"]}, ["fc.weight"], r"a variant of DFlash \(DFlash3Model\)"),
     "xpress": ({"speculators_model_type": "xpress"}, ["fc.weight"], "a xpress head"),
     "dspark": ({"architectures": ["Gemma4DSparkModel"]}, ["fc.weight"], r"a DSpark head \(Gemma4DSparkModel\)"),
     "mla": (

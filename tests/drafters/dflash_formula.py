@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,11 +178,35 @@ def all_rows(given: Given, features: Tensor, anchor: int, count: int) -> Tensor:
         x = torch.cat([x[:1], given.mask_embedding.double().expand(masks, -1)])
     for index, seen in enumerate(given.seen):
         layer = {k.removeprefix(f"layers.{index}."): v for k, v in weights.items() if k.startswith(f"layers.{index}.")}
-        x = x + _attention(layer, _norm(layer, "input_layernorm", x), context, seen, given.theta)
-        y = _norm(layer, "post_attention_layernorm", x)
-        gate, up = (linear(layer, f"mlp.{part}_proj", y) for part in ("gate", "up"))
-        x = x + linear(layer, "mlp.down_proj", gate / (1 + torch.exp(-gate)) * up)
+        attention = functools.partial(_attention, layer, context=context, seen=seen, theta=given.theta)
+        x = x + _around(layer, "attention", attention, _norm(layer, "input_layernorm", x))
+        mlp = functools.partial(_mlp, layer)
+        x = x + _around(layer, "mlp", mlp, _norm(layer, "post_attention_layernorm", x))
     return _norm(weights, "norm", x)
+
+
+def _mlp(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    gate, up = (linear(weights, f"mlp.{part}_proj", x) for part in ("gate", "up"))
+    return linear(weights, "mlp.down_proj", gate / (1 + torch.exp(-gate)) * up)
+
+
+def _around(weights: dict[str, Tensor], name: str, sublayer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A sublayer, between the two convolutions that DFlash2 has around it."""
+    base = weights.get(f"{name}_conv.base_kernel")
+    if base is None:
+        return sublayer(x)
+    added = linear(weights, f"{name}_conv.kernel_projection", x).view(len(x), *base.shape[:2], -1)
+    return _convolved(base[1], added[:, 1], sublayer(_convolved(base[0], added[:, 0], x)))
+
+
+def _convolved(base: Tensor, added: Tensor, x: Tensor) -> Tensor:
+    """Every channel of a row mixed with the same channel of the rows before it, by ``base`` and by the row's own
+    weights, which some channels share."""
+    own = added.repeat_interleave(x.shape[1] // added.shape[2], dim=2)
+    out = torch.zeros_like(x)
+    for tap in range(min(len(x), len(base))):
+        out[tap:] += (base[tap] + own[tap:, tap]) * x[: len(x) - tap]
+    return out
 
 
 def linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -301,8 +301,9 @@ def test_the_other_name_of_the_shift(place: str, tmp_path: Path) -> None:
             "Gemma4DSparkModel",
             "is a DSpark head .Gemma4DSparkModel., which specgraph does not read; it reads DFlash heads",
         ),
-        ("DFlash2DraftModel", "is a variant of DFlash .DFlash2DraftModel., which specgraph does not read"),
-        ("LiLiCorrDraftModel", "is no draft that specgraph knows .architectures ..LiLiCorrDraftModel"),
+        ("DFlash2BeamDraftModel", "is a variant of DFlash .DFlash2BeamDraftModel., which specgraph does not read"),
+        ("LiLiCorrDraftModel", "is a LiLiCorr head .LiLiCorrDraftModel., which specgraph does not read"),
+        ("DominoDraftModel", "is a Domino head .DominoDraftModel., which specgraph does not read"),
     ],
 )
 def test_heads_with_the_same_layers_are_told_apart(name: str, words: str, tmp_path: Path) -> None:

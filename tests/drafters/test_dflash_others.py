@@ -19,7 +19,7 @@ from specgraph.kernels.state import buffers_of
 from tests.checkpoints.layouts import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB
 from tests.drafters import test_dflash
 from tests.drafters.contract import Case
-from tests.drafters.dflash_formula import BLOCK, EPS, GIVEN, MASK, WINDOW, Seen, formula, target
+from tests.drafters.dflash_formula import BLOCK, EPS, GIVEN, MASK, WINDOW, Given, Seen, formula, target
 from tests.harness import drafting_stage
 from tests.models import exact_norms
 
@@ -75,38 +75,50 @@ def test_logits_are_those_of_speculators(
     torch.testing.assert_close(formula(name, features, tokens[-1], len(expected)), expected, **CLOSE)
 
 
+@torch.no_grad()
 def _theirs(name: str, features: Tensor, tokens: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Logits ``[R, Vd]`` of the block whose anchor is the last token, by their draft model in float64."""
     from speculators.models.dflash import DFlashSpeculatorConfig, core
 
-    given = GIVEN[name].written
+    model = loaded(core.DFlashDraftModel, DFlashSpeculatorConfig, GIVEN[name], folder)
+    _, logits = run_backbone(model, core, features, tokens, monkeypatch)
+    return logits[0, not GIVEN[name].shifted :]
+
+
+def loaded(model_class: Any, config_class: Any, given: Given, folder: Path) -> Any:
+    """A draft model of speculators with the tensors of a head, in float64."""
     target().save_pretrained(folder)
-    config: Any = DFlashSpeculatorConfig(**given.config, speculators_config={
+    config: Any = config_class(**given.written.config, speculators_config={
         "algorithm": "dflash", "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": BLOCK - 1}],
         "verifier": {"name_or_path": str(folder), "architectures": ["LlamaForCausalLM"]},
     })  # fmt: skip
     config.transformer_layer_config._attn_implementation = "sdpa"
-    model: Any = core.DFlashDraftModel(config)
+    model = model_class(config)
     own = {"embed_tokens.weight": target().get_input_embeddings().weight,
            "lm_head.weight": target().get_output_embeddings().weight}  # fmt: skip
-    left, unknown = model.load_state_dict({**own, **given.tensors}, strict=False)
+    left, unknown = model.load_state_dict({**own, **given.written.tensors}, strict=False)
     assert not unknown and all(key.startswith("verifier_") for key in left)
     model = model.double().eval()
     exact_norms(model)
+    return model
+
+
+def run_backbone(
+    model: Any, core: Any, features: Tensor, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """Rows ``[1, R, H]`` and logits ``[1, R, Vd]`` of the block whose anchor is the last token."""
     last, size = len(tokens) - 1, len(tokens) + BLOCK
     monkeypatch.setattr(core, "select_anchors", lambda *_: (torch.tensor([last]), torch.tensor([True])))
     padded = torch.zeros(1, size, 2 * HIDDEN, dtype=torch.float64)
     padded[0, :last], padded[0, last:] = features, 99.0  # what no row may see
     ids = torch.zeros(1, size, dtype=torch.int64)
     ids[0, : last + 1] = torch.tensor(tokens)
-    with torch.no_grad():
-        _, logits, *_ = model._backbone_forward(
-            hidden_states=padded, input_ids=ids, loss_mask=torch.ones(1, size), document_ids=torch.zeros_like(ids),
-            verifier_last_hidden_states=torch.zeros(1, size, HIDDEN, dtype=torch.float64), max_anchors=1,
-        )  # fmt: skip
-    found: Tensor = logits[0, not GIVEN[name].shifted :]
-    return found
+    hidden, logits, *_ = model._backbone_forward(
+        hidden_states=padded, input_ids=ids, loss_mask=torch.ones(1, size), document_ids=torch.zeros_like(ids),
+        verifier_last_hidden_states=torch.zeros(1, size, HIDDEN, dtype=torch.float64), max_anchors=1,
+    )  # fmt: skip
+    return hidden, logits
 
 
 TRANSFORMERS = {"z-lab": Seen(), "windows everywhere": Seen(WINDOW)}

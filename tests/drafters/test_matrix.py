@@ -25,7 +25,7 @@ from specgraph.config import load_config
 from specgraph.config.draft import LOOKUPS
 from specgraph.config.drafters import drafter_kinds
 from specgraph.config.groups import group_choices
-from specgraph.drafters import dflash, dspark
+from specgraph.drafters import dflash, dflash2, dspark
 from specgraph.ir.verifier import verify_program
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.detectors import check_fresh_drafts
@@ -49,6 +49,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "mtp, 3 chained": {"kind": "mtp", "num_modules": 3, "family": "chained"},
     "mtp, 3 target-fed": {"kind": "mtp", "num_modules": 3, "family": "target"},
     "dflash": {"kind": "dflash"},
+    "dflash2": {"kind": "dflash2"},
     "dspark": {"kind": "dspark"},
 }
 """The keys of ``draft`` for every drafter. Heads are random, as ``bench`` makes them."""
@@ -74,7 +75,7 @@ FULL = os.environ.get("SPECGRAPH_MATRIX") == "full"
 AXES = {"drafter": (*DRAFTERS,), "first": (None, *LOOKUPS), "target": TARGETS, "rule": (*RULES,), "k": (1, 3, 7)}
 
 
-SIBLINGS = ("suffix", "pard", "peagle", "mtp, 1", "mtp, 3 target-fed", "dspark")
+SIBLINGS = ("suffix", "pard", "peagle", "mtp, 1", "mtp, 3 target-fed", "dflash2", "dspark")
 """Drafters that read the same of a target, and give verification the same, as one beside them. They meet a target
 with attention and one with recurrent layers, the rule that keeps all tokens and one that reads draft logits."""
 MET = {"target": ("llama", "qwen3_5_text"), "rule": ("strict", "probabilistic")}
@@ -106,7 +107,7 @@ EXPORT_BLOCK = functools.cache(dflash.export_block)
 def heads_exported_once() -> Iterator[None]:
     """Random block heads are exported once for each K."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (dflash, dspark):
+        for module in (dflash, dflash2, dspark):
             patch.setattr(module, "export_block", EXPORT_BLOCK)
         yield
 

@@ -97,7 +97,9 @@ def test_every_class_in_the_folder_is_found_and_one_takes_what_no_other_claims()
 
 
 def test_a_drafter_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"draft.kind is one of dflash, draft_model, .*, suffix, not 'nope'\."):
+    with pytest.raises(
+        ConfigError, match=r"draft.kind is one of dflash, dflash2, draft_model, .*, suffix, not 'nope'\."
+    ):
         drafter_class("nope")
     model = make_model("llama", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="draft is empty; give a model, or the folder or name of a checkpoint"):

@@ -151,7 +151,7 @@ BAD_COMPILES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "two devices": (lambda: specgraph.compile_speculative(spread_out()), UnsupportedModelError,
                     "LlamaForCausalLM has weights on cpu, meta, .* load it on one, as by from_pretrained"),
     "K": (lambda: compiled(llama(), k=0), ConfigError, "draft.num_speculative_tokens must be at least 1, got 0"),
-    "drafter": (lambda: compiled(llama(), "eagle9"), ConfigError, "draft.kind is one of dflash, draft_model, dspark, "),
+    "drafter": (lambda: compiled(llama(), "eagle9"), ConfigError, "draft.kind is one of dflash, dflash2, draft_mod"),
     "rule": (lambda: compiled(llama(), verify={"rule": "strickt"}), ConfigError, "verify.rule: .*strict"),
     "lowering": (lambda: compiled(llama(), lowering={"name": "cuda"}), ConfigError, "lowering.name is one of auto, "),
     "preset": (lambda: specgraph.compile_speculative(llama(), "eagle7"), ConfigError, "Unknown preset 'eagle7'"),

@@ -78,6 +78,7 @@ LEFT: dict[tuple[str, str | None], dict[int, list[str]]] = {
                                K: ["mtp_0", "mtp_1", *["mtp_2"] * (K - 2)]},
     ("medusa", None): {0: [], 2: ["draft"]},
     ("dflash", "suffix"): {0: ["draft_features", "draft_context"], 2: ["draft_features", "draft_context", "draft"]},
+    ("dflash2", None): {2: ["draft_features", "draft_context", "draft", *["draft_selector"] * 2]},
     ("dspark", None): {0: ["draft_features", "draft_context"],
                        2: ["draft_features", "draft_context", "draft", *["draft_markov"] * 2, "draft_confidence"]},
 }  # fmt: skip

@@ -361,7 +361,7 @@ def test_feature_layers() -> None:
     ("changes", "message"),
     [
         ({"data": ""}, "data is not set: give data=path/to/questions.jsonl."),
-        ({"draft": "ngram"}, "There is no draft=ngram to train; draft is dflash, dspark, eagle,"),
+        ({"draft": "ngram"}, "There is no draft=ngram to train; draft is dflash, dflash2, dspark, eagle,"),
         ({"eval_drafts": 9}, "eval_drafts=9 is more than chain.steps=2"),
         ({"heldout": 12}, "heldout=12 of 12 documents is out of range"),
         ({"head": HeadConfig(model_type="gpt2")}, "head.model_type='gpt2' is not known: use llama or qwen3."),
@@ -417,7 +417,7 @@ def assert_sentence(error: SpecgraphError, message: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["draft=ngram"], "There is no draft=ngram to train; draft is dflash, dspark, eagle, eagle3, peagle,"),
+        (["draft=ngram"], "There is no draft=ngram to train; draft is dflash, dflash2, dspark, eagle, eagle3, peagle,"),
         (["draft=eagl3"], "There is no draft=eagl3 to train (did you mean 'eagle3'?)"),
         (["draft=eagle3"], "model is not set: give model=PATH"),
         (["draft=peagle", "model=./nowhere", "data=x"], "model=./nowhere: there is no such folder."),
