@@ -58,7 +58,7 @@ def test_a_step_of_fewer_drafts_has_neither_the_calls_nor_the_draws_of_the_other
 def test_without_drafts_the_draft_model_still_reads_what_was_accepted() -> None:
     made, note = fewer(small(), 0)
     assert called(made) == ["draft"] and not [*calls(made.graph, step.propose_)]
-    assert note == "0 of 3 drafts; 2 draft calls left out"
+    assert note == "0 of 3 drafts; 2 draft calls left out; of draft what it writes"
 
 
 def test_all_drafts_leave_the_graph_as_it_is() -> None:
