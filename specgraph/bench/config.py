@@ -27,8 +27,9 @@ class BenchConfig(Config):
     to take for each number of sequences.
     """
     target: str = MISSING
-    """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape, gpt-oss-20b-shape, gpt-oss-120b-shape,
-    qwen3.5-9b-shape, qwen3.5-small-shape or tiny-shape (random weights), or the folder or name of a model.
+    """llama-3-8b-shape, llama-3-70b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape, gpt-oss-20b-shape,
+    gpt-oss-120b-shape, qwen3.5-9b-shape, qwen3.5-small-shape or tiny-shape (random weights), or the folder or name of a
+    model.
     """
     weights: str | None = None
     """int4, mxfp4, fp8 or another scheme of specgraph.quantise: the weights of a shape are packed in it; null leaves
