@@ -31,7 +31,6 @@ from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import DEVICE, calls, get_attribute, new_module, remove_dead_code
 from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.ir.tensors import view_of
-from specgraph.kernels.state import RECURRENT
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.common.device_parts import (
     ATTENTION,
@@ -70,12 +69,11 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
         """Rewrite ``target``, and say what each device has.
 
         Raises:
-            ConfigError: layers of the target are of a kind that is not split yet, or nothing of it can be split.
+            ConfigError: nothing of the target can be split.
             PassError: the target has its state already.
         """
         if "kv_cache" in program.facts:
             raise PassError("shard runs before state is inserted: put it before insert_kv_cache in pipeline.order.")
-        _check_layers(program)
         target, device = program.modules["target"], self.device or program.target.device
         splits, reasons = _split_all(target, self.tensor, None if self.rank is None else (self.rank, device))
         if not splits:
@@ -106,16 +104,6 @@ def weights_on(program: Program, device: int) -> tuple[list[Tensor], list[Tensor
         if node.meta.get(DEVICE, device) == device:
             (own if DEVICE in node.meta else whole)[view_of(tensor)] = tensor
     return [*own.values()], [*whole.values()]
-
-
-def _check_layers(program: Program) -> None:
-    """Refuse layers that a later version will split."""
-    graphs = [program.modules.unchanged[name].graph for name in TARGET_MODULES]
-    if any(node.target in RECURRENT for graph in graphs for node in graph.nodes):
-        raise ConfigError(
-            f"parallel splits linear layers, experts and attention, and {program.target.name} has recurrent layers; "
-            "leave parallel out, so that one device runs it."
-        )
 
 
 def _split_all(

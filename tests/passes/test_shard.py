@@ -540,10 +540,16 @@ def test_other_devices_are_refused(given: dict[str, Any], message: str) -> None:
         compiled(model(), "none", parallel=given)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_next"])
-def test_recurrent_layers_are_refused(architecture: str) -> None:
-    with pytest.raises(ConfigError, match=r"has recurrent layers; leave parallel out"):
-        compiled(make_model(architecture), "none", parallel=parallel(2))
+HYBRID = ("qwen3_next", "qwen3_5_text", "lfm2", "bamba")
+
+
+@pytest.mark.parametrize("architecture", HYBRID)
+def test_recurrent_layers_give_the_tokens_of_one_device(architecture: str) -> None:
+    own = double_model(architecture, 1)
+    many = compiled(own, "ngram", parallel=parallel(2), pipeline={"verify": True})
+    one = compiled(own, "none", debug={"self_check": False})
+    tokens = [each.generate(PROMPTS, max_new_tokens=NEW).new_tokens for each in (many, one)]
+    assert_same_tokens(own, PROMPTS, *tokens)
 
 
 def test_rows_that_one_scale_rounds_are_not_split() -> None:
