@@ -77,7 +77,7 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
         target, device = program.modules["target"], self.device or program.target.device
         splits, reasons = _split_all(target, self.tensor, None if self.rank is None else (self.rank, device))
         if not splits:
-            why = next(iter(reasons.values()), NO_REGION)
+            why = next(reversed(reasons.values()), NO_REGION)
             raise ConfigError(
                 f"parallel.tensor={self.tensor} splits nothing of {program.target.name}: {why}. Give a number of "
                 "devices that divides its attention heads and its intermediate size, between groups of weights, or "
@@ -110,19 +110,22 @@ def _split_all(
     module: fx.GraphModule, count: int, only: tuple[int, torch.device] | None
 ) -> tuple[list[str], dict[str, str]]:
     """Split what can be split: a line for each split, and by the names of other weights the reasons against it."""
-    splits, reasons, values = list[str](), dict[str, str](), dict[object, Any]()
-    for node in list(module.graph.nodes):
-        product = None if node._erased else product_of(node)
+    splits, reasons, values, covered = list[str](), dict[str, str](), dict[object, Any](), set[fx.Node]()
+    # From the last one on: of two products in a row, as of a gate of low rank, the second may be cut for a third one.
+    for node in reversed(list(module.graph.nodes)):
+        product = None if node._erased or node in covered else product_of(node)
         if product is None or DEVICE in node.meta:
             continue
+        region = Region(module, node, values, only)
         try:
-            splits.append(_split(Region(module, node, values, only), product, count))
+            splits.append(_split(region, product, count))
+            covered.update(region.covered)
         except WholeError:
             continue
         except Mismatch as reason:
             for tensor in (t for other in (product, *products_behind(product.x)) for t in other.weight):
                 reasons.setdefault(str(tensor.target), str(reason))
-    return splits, reasons
+    return splits[::-1], reasons
 
 
 def _split(region: Region, product: Product, count: int) -> str:

@@ -49,11 +49,16 @@ class WholeError(Mismatch):
 
 
 class Part(NamedTuple):
-    """The elements from ``begin`` on, ``size`` of them, of the dimension ``dim`` of a value."""
+    """The elements from ``begin`` on, ``size`` of them, of the dimension ``dim`` of a value.
+
+    With ``every``, they are so many of each run of ``every`` elements: where rows and heads are one dimension, of the
+    heads of each row.
+    """
 
     dim: int
     begin: int
     size: int
+    every: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +150,7 @@ class Region:
         tensor = value_of(value)
         if tensor is None:
             raise Mismatch(f"the shape of {value} is not known")
-        if part.begin == 0 and part.size == tensor.shape[part.dim]:
+        if part.begin == 0 and part.size == (part.every or tensor.shape[part.dim]):
             return value  # every device needs all of it, as of the only key head
         key = (value, part, device)
         if key not in self._known:
@@ -193,7 +198,7 @@ class Region:
             self.module.graph.erase_node(node)
 
     def _computed(self, node: fx.Node, part: Part, device: int) -> fx.Node:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and part.every is None:
             tensor = self._tensor(node).narrow(part.dim, part.begin, part.size)
             return self._read(node, tensor, f"dim{part.dim}", [part], device)
         if node.op != "call_function" or "hidden_state" in node.meta or node.target in WHOLE:
@@ -205,7 +210,7 @@ class Region:
         rule = RULES.get(node.target) or (
             _pointwise if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
         )
-        if rule is None:
+        if rule is None or (part.every is not None and rule not in (_pointwise, _view, _mean, _norm)):
             raise Mismatch(f"{node.name} ({called(node)}) is not known to be computed by parts")
         found = rule(self, node, part, device)
         return found if isinstance(found, fx.Node) else self.copy(node, part, device, *found)
@@ -273,7 +278,7 @@ class Region:
         if isinstance(value, (list, tuple)):
             return [self._narrowed(each, part) for each in value]
         shape = list(value.shape)
-        shape[part.dim] = part.size
+        shape[part.dim] = part.size if part.every is None else shape[part.dim] // part.every * part.size
         return self._of_shape(value, shape)
 
     def _of_shape(self, value: Any, shape: Sequence[Any]) -> Any:
@@ -341,22 +346,27 @@ def _transpose(region: Region, node: fx.Node, part: Part, device: int) -> Any:
 
 
 def _view(region: Region, node: fx.Node, part: Part, device: int) -> Any:
-    """The dimension that is cut is one of the input as well, or a piece of one, or the outermost of several in it."""
+    """The dimension that is cut is one of the input as well, or a piece of one, or the outermost of several in it.
+
+    In one of both, it may be one dimension with those in front of it.
+    """
     x, *rest = node.args
     whole, given = node.meta["val"].shape, x.meta["val"].shape  # type: ignore[union-attr]
     if same_sizes(whole[: part.dim + 1], given[: part.dim + 1]):
         return ((region.part(x, part, device), *_resized(rest, part)),)
-    inner = _elements(whole[part.dim + 1 :])
+    inner, count = _elements(whole[part.dim + 1 :]), part.every or whole[part.dim]
     for dim in reversed(range(len(given))):
         own = _elements(given[dim + 1 :])
-        if inner is None or own is None or not isinstance(given[dim], int):
+        if inner is None or own is None:
             break
-        if given[dim] * own != whole[part.dim] * inner or given[dim] == 1:
+        heads, of_rows = count * inner // own, dim == 0 < part.dim and not isinstance(given[dim], int)
+        if heads * own != count * inner or heads == 1 or not (of_rows or given[dim] == heads):
             continue
         if any(number * inner % own for number in (part.begin, part.size)):
-            raise Mismatch(f"{node.name} would be cut inside of one of {given[dim]} heads or groups of {own} values")
+            raise Mismatch(f"{node.name} would be cut inside of one of {heads} heads or groups of {own} values")
         begin, size = (number * inner // own for number in (part.begin, part.size))
-        return ((region.part(x, Part(dim, begin, size), device), *_resized(rest, part)),)
+        own_part = Part(dim, begin, size, heads if of_rows else None)
+        return ((region.part(x, own_part, device), *_resized(rest, part)),)
     raise Mismatch(f"{node.name} mixes the dimension that is cut with another one")
 
 
@@ -365,6 +375,8 @@ def _resized(given: Any, part: Part) -> list[Any]:
     if not isinstance(given[0], (list, tuple)):
         return list(given)
     sizes = list(given[0])
+    if part.every is not None and sizes[part.dim] != -1:
+        raise Mismatch(f"a view gives {sizes[part.dim]}, and not -1, as the number of heads of all rows")
     sizes[part.dim] = -1 if sizes[part.dim] == -1 else part.size
     return [sizes]
 
@@ -372,6 +384,14 @@ def _resized(given: Any, part: Part) -> list[Any]:
 def _elements(sizes: Any) -> int | None:
     """The product of sizes; None if one of them is not known."""
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+
+def _ones(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """There is one dimension more, or less, which has one element."""
+    x, at = node.args
+    dims, given = node.meta["val"].dim(), x.meta["val"].dim()  # type: ignore[union-attr]
+    behind = part.dim >= at % max(dims, given)
+    return ((region.part(x, part._replace(dim=part.dim + (given - dims) * behind), device), at),)
 
 
 def _slice(region: Region, node: fx.Node, part: Part, device: int) -> Any:
@@ -411,13 +431,17 @@ def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
 
 
 def _side_by_side(region: Region, node: fx.Node, part: Part, device: int) -> Any:
-    """Tensors one behind the other, or in a new dimension. Each is cut, in another dimension."""
-    tensors, *rest = node.args
-    at, stacked = (rest[0] if rest else 0) % node.meta["val"].dim(), node.target is aten.stack.default
+    """Tensors one behind the other, or in a new dimension. Each is cut, in another dimension, or one alone."""
+    tensors, *rest = cast(Any, node.args)
+    at, stacked, begin = (*rest, 0)[0] % node.meta["val"].dim(), node.target is aten.stack.default, part.begin
+    for tensor in tensors if at == part.dim and not stacked else ():
+        if 0 <= begin <= tensor.meta["val"].shape[at] - part.size:
+            return region.part(tensor, part._replace(begin=begin), device)
+        begin -= tensor.meta["val"].shape[at]
     if at == part.dim:
         raise Mismatch(f"{node.name} joins what would be cut")
     own = part._replace(dim=part.dim - (stacked and part.dim > at))
-    return (([region.part(each, own, device) for each in tensors], *rest),)  # type: ignore[union-attr]
+    return (([region.part(each, own, device) for each in tensors], *rest),)
 
 
 def _mean(region: Region, node: fx.Node, part: Part, device: int) -> Any:
@@ -437,25 +461,50 @@ def _norm(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     return ((source, sizes, *rest),)
 
 
-def _attention(region: Region, node: fx.Node, part: Part, device: int) -> Any:
-    """Some heads of ``[B, T, H, D]``, with the key heads that they read, which several devices may have."""
+def _keys(node: fx.Node, part: Part, heads: int, keys: int) -> Part:
+    """The key heads that some heads read, which several devices may have."""
     if part.dim != 2:
         raise Mismatch(f"{node.name} would be cut elsewhere than between heads")
-    q, k, v, *sinks = node.args
-    group = q.meta["val"].shape[1] // k.meta["val"].shape[1]  # type: ignore[union-attr]
+    group = heads // keys
     first, last = part.begin // group, (part.begin + part.size - 1) // group
     aligned = part.size % group == 0 and part.begin % group == 0
     if not aligned and first != last:
         raise Mismatch(f"{part.size} heads for a device are no whole groups of the {group} that share a key head")
-    heads, keys = part._replace(dim=1), Part(1, first, last - first + 1)
+    return Part(2, first, last - first + 1)
+
+
+def _attention(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """Some heads of ``[B, T, H, D]``."""
+    q, k, v, *sinks = cast(Any, node.args)
+    keys = _keys(node, part, q.meta["val"].shape[1], k.meta["val"].shape[1])._replace(dim=1)
     own = [region.part(sink, part._replace(dim=0), device) if sink is not None else None for sink in sinks]
+    heads = part._replace(dim=1)
     return ((region.part(q, heads, device), region.part(k, keys, device), region.part(v, keys, device), *own),)
+
+
+def _delta_rule(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """Some heads of ``[B, T, H, Dv]``. Every head has a state of its own."""
+    q, k, *of_heads = cast(Any, node.args)
+    keys = _keys(node, part, node.meta["val"].shape[2], k.meta["val"].shape[2])
+    own = [region.part(each, part, device) if each is not None else None for each in of_heads]
+    return ((region.part(q, keys, device), region.part(k, keys, device), *own),)
+
+
+def _conv(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """Some channels of ``[B, D, T]``, each of which has its own weights and last inputs."""
+    x, *weights = node.args
+    if part.dim != 1:
+        raise Mismatch(f"{node.name} would be cut elsewhere than between channels")
+    own = [region.part(each, part._replace(dim=0), device) if each is not None else None for each in weights]
+    return ((region.part(x, part, device), *own),)
 
 
 RULES: dict[Any, Callable[[Region, fx.Node, Part, int], Any]] = {
     **dict.fromkeys(SAME, _pointwise), **dict.fromkeys(VIEWS, _view), **dict.fromkeys(NORMS, _norm),
     aten.transpose.int: _transpose, aten.slice.Tensor: _slice, operator.getitem: _item, aten.mean.dim: _mean,
-    aten.cat.default: _side_by_side, aten.stack.default: _side_by_side, ATTENTION: _attention,
+    aten.cat.default: _side_by_side, aten.stack.default: _side_by_side, aten.squeeze.dim: _ones,
+    aten.unsqueeze.default: _ones, ATTENTION: _attention, torch.ops.specgraph.gated_delta_rule.default: _delta_rule,
+    torch.ops.specgraph.causal_conv.default: _conv,
 }  # fmt: skip
 """For every op that can be computed by parts: the arguments of the copy for a part, and perhaps its keywords, or the
 node that computes the part by itself."""

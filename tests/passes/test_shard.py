@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ from specgraph.passes.base import PassResult
 from specgraph.passes.common.one_rank import sort_weights
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.insert_recurrent_state import InsertRecurrentState
 from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.pipeline import run_passes
 from specgraph.passes.shard import ALL_REDUCE, Shard, weights_on
@@ -59,7 +61,7 @@ def parallel(count: int) -> dict[str, Any]:
     return {"tensor": count, "devices": ["cpu"] * count}
 
 
-SEVERAL_LAYERS = ("llama", "gemma2", "gpt2", "opt")
+SEVERAL_LAYERS = ("llama", "gemma2", "gpt2", "opt", "lfm2")
 """Of the others one layer shows how it is split, and tracing takes half the time."""
 
 
@@ -83,7 +85,7 @@ def greedy(architecture: str) -> list[Tensor]:
 def sharded(count: int, rank: int | None = None, own: PreTrainedModel | None = None, **options: Any) -> Program:
     """The program of a model, else a llama, with ``count`` devices, or of one of them, and page pools, as verified."""
     target = trace(own or make_model("llama", dtype=torch.float64, **options))
-    passes = [ExposeFeatures(), Shard(count, rank), InsertKVCache(4)]
+    passes = [ExposeFeatures(), Shard(count, rank), InsertKVCache(4), InsertRecurrentState()]
     program = [*run_passes(first_program(target, NoDrafter()), passes)[0].values()][-1]
     verify_program(program)
     return program
@@ -329,9 +331,11 @@ def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize(("name", "count"), [("opt", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("opt", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2), ("qwen3_5_text", 2)]
+)
 def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None:
-    """With the bits of the graph of all devices, and with pages for its own key heads."""
+    """With the bits of the graph of all devices, and with pages and states for its own heads."""
     own = packed(name) if name in PACKED else make_model(name, dtype=torch.float64)
     program, sizes, window = sharded(count, own=own), {"B": 1, "b": 1, "M": 2, "N": 2}, torch.tensor([[5, 6, 7]])
 
@@ -341,7 +345,7 @@ def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None
         given["num_rows"].fill_(3)
         given["max_length"].fill_(8)
         with torch.no_grad():
-            return program.step()(window=window, **given), given["target_caches"]
+            return program.step()(window=window, **given), given
 
     def run_rank(own: Program) -> tuple[Tensor, Any]:
         assert not any(DEVICE in node.meta for node in own.modules.unchanged["target"].graph.nodes)
@@ -355,9 +359,14 @@ def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None
     with ThreadPoolExecutor(count) as threads:
         results = list(threads.map(run_rank, ranks))
     assert all(torch.equal(own, logits) for own, _ in results)
-    for index, pool in enumerate(together):
+    for index, pool in enumerate(together["target_caches"]):
         layer, device = divmod(index // 2, count)
-        assert torch.equal(results[device][1][2 * layer + index % 2], pool) and pool.any()
+        assert torch.equal(results[device][1]["target_caches"][2 * layer + index % 2], pool) and pool.any()
+    written = [buffer for buffer in together.get("target_states", ())[1:] if buffer.any()]
+    for buffer in written:
+        equal = [any(torch.equal(buffer, each) for each in own["target_states"]) for _, own in results]
+        assert equal.count(True) == 1
+    assert len(written) == (2 * (3 + 4) if name == "qwen3_5_text" else 0), "three convolutions, and rows of a chunk"
 
 
 @pytest.mark.parametrize("name", ["sorted int4", "sorted experts"])
@@ -374,7 +383,7 @@ def test_weights_from_a_cpu_are_sorted_as_those_of_a_model_on_a_gpu(name: str) -
         assert [(value.shape, value.dtype) for value in values] == [(t.shape, t.dtype) for t in a.tensors(first)]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe", "qwen3_5_text"])
 def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -> None:
     config = load_config({"lowering": {"name": "gpu", "cuda_graph": False}, "draft": {"kind": "none"}})
     passes = build_passes(config)
@@ -446,12 +455,10 @@ def same_part_twice(target: fx.GraphModule) -> None:
 
 
 def other_heads(name: str) -> Callable[[fx.GraphModule], None]:
-    """Give devices each other's part of a weight."""
+    """Give devices each other's part of the last weight of a name."""
 
     def plant(target: fx.GraphModule) -> None:
-        nodes = [
-            n for n in target.graph.find_nodes(op="get_attr") if name in str(n.target) and "layers.1" in str(n.target)
-        ]
+        nodes = [node for node in target.graph.find_nodes(op="get_attr") if name in str(node.target)][-2:]
         first, second = (get_attribute(target, str(node.target)) for node in nodes)
         for node, tensor in zip(nodes, (second, first), strict=True):
             parent, _, leaf = str(node.target).rpartition(".")
@@ -478,7 +485,8 @@ FAULTS = {
     "no all-reduce": ("llama", drop_sum), "one part twice": ("llama", same_part_twice),
     "query heads": ("llama", other_heads("q_proj")), "key heads": ("llama", other_heads("k_proj")),
     "columns": ("llama", other_heads("down_proj")), "bias": ("opt", bias_by_each),
-    "bias of experts": ("gpt_oss", bias_of_experts_by_each),
+    "bias of experts": ("gpt_oss", bias_of_experts_by_each), "states": ("qwen3_5_text", other_heads("in_proj_b")),
+    "channels": ("lfm2", other_heads("conv.conv")),
 }  # fmt: skip
 
 
@@ -540,16 +548,33 @@ def test_other_devices_are_refused(given: dict[str, Any], message: str) -> None:
         compiled(model(), "none", parallel=given)
 
 
-HYBRID = ("qwen3_next", "qwen3_5_text", "lfm2", "bamba")
+HYBRID = {
+    "qwen3_next": "", "qwen3_5_text": "", "kimi_linear": "_a_proj", "lfm2": "", "bamba": "",
+    "zamba2": "mamba",
+}  # fmt: skip
+"""By models with recurrent layers, what of these is whole: products in front of others, or all where a norm takes all
+features.
+"""
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
-def test_recurrent_layers_give_the_tokens_of_one_device(architecture: str) -> None:
-    own = double_model(architecture, 1)
-    many = compiled(own, "ngram", parallel=parallel(2), pipeline={"verify": True})
-    one = compiled(own, "none", debug={"self_check": False})
+def test_heads_and_channels_of_recurrent_layers_are_split(architecture: str) -> None:
+    own, whole = double_model(architecture, 1), HYBRID[architecture]
+    kind = "eagle3" if architecture == "qwen3_5_text" else "ngram"
+    head = random_head(own, load_config({"draft": {"kind": kind}}).draft)
+    many = compiled(own, kind, draft=head, parallel=parallel(2), pipeline={"verify": True})
+    one = compiled(own, kind, draft=head, debug={"self_check": False})
     tokens = [each.generate(PROMPTS, max_new_tokens=NEW).new_tokens for each in (many, one)]
     assert_same_tokens(own, PROMPTS, *tokens)
+    layers = [name for name, _ in own.named_parameters() if any(part in name for part in ("linear_attn", "mamba"))]
+    missed = {miss.where.removeprefix("target.") for miss in result(many).near_misses}
+    expected = {name for name in layers if own.get_parameter(name).dim() > 1 and whole and whole in name}
+    assert {name for name in missed if name in layers} == expected
+    state, alone = (
+        [math.prod(buffer.shape[1:]) for buffer in each.stages["insert_recurrent_state"].inputs["target_states"][1:]]
+        for each in (many, one)
+    )
+    assert sum(state) == sum(alone) and (max(state) <= max(alone) // 2) == (whole != "mamba")
 
 
 def test_rows_that_one_scale_rounds_are_not_split() -> None:
