@@ -1,13 +1,14 @@
-"""Several devices share the target's linear layers, experts and attention (tensor parallelism).
+"""Several devices share the target's linear layers, experts, attention and recurrences (tensor parallelism).
 
 ``linear(x, w)`` becomes ``all_reduce([linear(x_0, w_0), linear(x_1, w_1), ...])``, where ``x_d`` and ``w_d`` are what
 device ``d`` has of the inputs and of the columns that go with them. How a weight is cut is known to its scheme.
 
-The pass looks for linear layers whose inputs can be computed by parts: behind attention, by heads, and behind
-activations and gates, by features. Everything from the linear layers in front of these on is copied for each device,
-with its rows of the weights (:mod:`specgraph.passes.common.device_parts`). Sums over devices stand behind sums over
-experts. What is in no such region runs on every device: norms, the hidden states between layers, the choice of experts,
-the vocabulary, and drafters. So there is one graph for all devices, in which their nodes stand side by side.
+The pass looks for linear layers whose inputs can be computed by parts: behind attention and recurrences, by heads or
+channels, and behind activations and gates, by features. Everything from the linear layers in front of these on is
+copied for each device, with its rows of the weights (:mod:`specgraph.passes.common.device_parts`). Sums over devices
+stand behind sums over experts, and there is one for two results that are added. What is in no such region runs on every
+device: norms, the hidden states between layers, the choice of experts, the vocabulary, and drafters. So there is one
+graph for all devices, in which their nodes stand side by side.
 ``meta["device"]`` says which nodes are of one device alone, and devices wait for each other at an ``all_reduce`` and
 nowhere else.
 
@@ -33,19 +34,21 @@ from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.ir.tensors import view_of
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.common.device_parts import (
+    ALL_REDUCE,
     ATTENTION,
+    VIEWS,
     Part,
     Product,
     Region,
     WholeError,
+    behind_sum,
     product_of,
     products_behind,
     up_to_sum,
 )
 from specgraph.passes.common.one_rank import keep_rank
-from specgraph.passes.common.patterns import Mismatch, aten, insert, keep_meta, replace
+from specgraph.passes.common.patterns import Mismatch, aten, insert, keep_meta, only_user, replace
 
-ALL_REDUCE = torch.ops.specgraph.all_reduce.default
 VOCABULARY = "tables of embeddings and the projection to the vocabulary are whole on every device"
 NO_REGION = "no layer behind it takes its outputs by parts, and its inputs are whole on every device"
 
@@ -125,7 +128,25 @@ def _split_all(
         except Mismatch as reason:
             for tensor in (t for other in (product, *products_behind(product.x)) for t in other.weight):
                 reasons.setdefault(str(tensor.target), str(reason))
+    for node in list(calls(module.graph, aten.add.Tensor)):
+        _join_sums(Region(module, node, values, only), node)
     return splits[::-1], reasons
+
+
+def _join_sums(region: Region, addition: fx.Node) -> None:
+    """Let each device add what two sums over devices would add up, as those of experts and of a shared one."""
+    chains = [chain for value in addition.args if (chain := behind_sum(value))]
+    if addition.kwargs or len(chains) < 2 or chains[0] == chains[1]:
+        return
+    (own, *first), (other, *second) = chains
+    partial = region.follow_all(own, [*first, addition], own.args[0])  # type: ignore[arg-type]
+    for added, part in zip(partial, region.follow_all(other, second, other.args[0]), strict=True):  # type: ignore[arg-type]
+        added.replace_input_with(chains[1][-1], part)
+    views, end = list[fx.Node](), addition
+    while "hidden_state" not in end.meta and (user := only_user(end)) is not None and user.target in VIEWS:
+        views.append(end := user)
+    partial = region.follow_all(addition, views, partial)
+    replace(end, insert(end, ALL_REDUCE, (partial,), name="all_reduce"))
 
 
 def _split(region: Region, product: Product, count: int) -> str:
@@ -148,10 +169,8 @@ def _split(region: Region, product: Product, count: int) -> str:
     except Mismatch:
         region.undo()
         raise
-    before = product.node
-    for node in behind:
-        partial = [region.follow(node, before, own, device) for device, own in enumerate(partial)]
-        before = node
+    partial = region.follow_all(product.node, behind, partial)
+    before = [product.node, *behind][-1]
     line = f"{product.weight[0].target}: columns; {', '.join(str(w.target) for w in region.cut)}: rows"
     result = keep_meta(insert(before, ALL_REDUCE, (partial,), name="all_reduce"), before)
     if product.bias is not None and not at_once:  # once, and not by each device

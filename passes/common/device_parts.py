@@ -39,7 +39,8 @@ ATTENTION = torch.ops.specgraph.attention.default
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints)
 SAME = (*CONVERSIONS, aten.alias.default, aten.contiguous.default, aten.dropout.default)
 """Ops without the tag of a function of elements that give every element of their input at its own place."""
-WHOLE = (torch.ops.specgraph.all_reduce.default, aten.embedding.default)
+ALL_REDUCE = torch.ops.specgraph.all_reduce.default
+WHOLE = (ALL_REDUCE, aten.embedding.default)
 """What gives a whole value to every device."""
 NORMS = (aten.layer_norm.default, aten.rms_norm.default)
 
@@ -184,6 +185,13 @@ class Region:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: part if value is source else value)
         return self._noted(insert(node, node.target, args, kwargs, _name(node, device)), node, None, device)
 
+    def follow_all(self, before: fx.Node, chain: Sequence[fx.Node], parts: list[fx.Node]) -> list[fx.Node]:
+        """What the nodes of a chain, each of which reads the one before it, make of what every device adds."""
+        for node in chain:
+            parts = [self.follow(node, before, own, device) for device, own in enumerate(parts)]
+            before = node
+        return parts
+
     def check_closed(self) -> None:
         """Raise ``Mismatch`` if something else reads a node that was copied: it would run whole, too."""
         inside = {*self.covered, *self.made, self.last}
@@ -323,6 +331,20 @@ def up_to_sum(node: fx.Node) -> list[fx.Node]:
         chain.append(user)
         end, node = len(chain) if summed or (same and 0 < end == len(chain) - 1) else end, user
     return chain[:end]
+
+
+def behind_sum(node: Any) -> list[fx.Node]:
+    """A sum over devices, and what follows it up to ``node``; empty if there is none.
+
+    Each is linear in the one before it, and nothing else reads that.
+    """
+    if not isinstance(node, fx.Node) or only_user(node) is None or "hidden_state" in node.meta:
+        return []
+    if node.target is ALL_REDUCE:
+        return [node]
+    linear = node.target in (*VIEWS, *CONVERSIONS, aten.mul.Tensor)
+    chains = [chain for value in (node.args if linear else ()) if (chain := behind_sum(value))]
+    return [*chains[0], node] if len(chains) == 1 else []
 
 
 def _name(node: fx.Node, device: int) -> str:

@@ -28,7 +28,7 @@ from specgraph.drafters.none import NoDrafter
 from specgraph.errors import VerificationError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import trace
-from specgraph.ir.graphs import DEVICE, calls, get_attribute
+from specgraph.ir.graphs import DEVICE, arguments, calls, get_attribute
 from specgraph.ir.linear import linears
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import called
@@ -418,8 +418,11 @@ def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -
     taken = ("all_reduce_rank_norm", "all_reduce_rank")[architecture == "gemma2"]
     experts = [own for own in linears(ranks[0].modules.unchanged["target"].graph) if own.expert_ids is not None]
     assert [bool(own.epilogue["gate"]) for own in experts] == [True, False] * (len(experts) // 2)
-    wanted = 2 * layers - 1 - len(experts) // 2  # behind experts there is the sum with the shared one
+    wanted = 2 * layers - 1 - len(experts) // 2  # a norm in front of experts is for their choice, too
     assert sum(count for name, count in ops.items() if name.endswith(f"{taken}.default")) >= wanted, ops
+    sums = [node for node in ranks[0].modules.unchanged["target"].graph.nodes if "all_reduce_rank" in called(node)]
+    residuals = [node for node in sums if arguments(node)["residual"] is not None]
+    assert (len(sums), len(residuals)) == (2 * layers, 0 if architecture == "gemma2" else 2 * layers)
 
 
 def test_the_graph_of_one_device_does_not_run_alone() -> None:
@@ -575,6 +578,14 @@ def test_heads_and_channels_of_recurrent_layers_are_split(architecture: str) -> 
         for each in (many, one)
     )
     assert sum(state) == sum(alone) and (max(state) <= max(alone) // 2) == (whole != "mamba")
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "glm4_moe", "falcon_h1"])
+def test_one_sum_is_enough_for_two_results_that_are_added(architecture: str) -> None:
+    target = first_program(trace(double_model(architecture, 1)), NoDrafter(4))
+    stages, _ = run_passes(target, [Shard(2)], [compare_stages])
+    graph = stages["shard"].modules.unchanged["target"].graph
+    assert len([*calls(graph, ALL_REDUCE)]) == 2 * target.target.num_layers
 
 
 def test_rows_that_one_scale_rounds_are_not_split() -> None:
