@@ -228,7 +228,7 @@ class Scoring:
         begins = [place.tokens.done - count for place, count in zip(places, chunk.forced, strict=True)]
         results = self._runner.score(self._pass, self._step, chunk, begins)
         reached = [(self._running[row], row, boundary) for row, boundary in chunk.reached]
-        self._runner.memory.keep_states(
+        self._runner.keep_states(
             ((place.reserved, place.tokens.tokens, row, boundary) for place, row, boundary in reached), target_only=True
         )
         # The row of token t says how probable token t + 1 is.

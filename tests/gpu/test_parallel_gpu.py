@@ -193,6 +193,7 @@ SHARED: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "int8": ("phi3", "int8_channel", {}), "experts": ("qwen3_moe", None, {"moe_intermediate_size": 384}),
     "int4 experts": ("qwen3_moe", "int4", {"moe_intermediate_size": 256}),
     "sorted experts": ("gpt_oss", "mxfp4", {"intermediate_size": 320}),  # parts of 160 end inside of a word of scales
+    "recurrences": ("qwen3_5_text", None, {"linear_key_head_dim": 64, "linear_value_head_dim": 64}),
     "shared experts": ("qwen2_moe", "fp8", {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}),
 }  # fmt: skip
 

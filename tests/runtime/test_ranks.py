@@ -19,6 +19,7 @@ from specgraph.config import load_config
 from specgraph.ir.traffic import STAGE, sent_bytes
 from specgraph.kernels.peers import ThreadGroup, not_waiting
 from specgraph.runtime.execution import runner_pool
+from specgraph.runtime.memory.snapshots import Snapshots
 from tests.decoding import compiled, in_a_stream_and_a_session
 from tests.models import ragged_prompts, shared_model
 
@@ -45,9 +46,13 @@ class Threads:
             self._under_way.append(self._others[rank].submit(run, torch.no_grad()(function)))
         else:
             function()
-            for other in self._under_way:
-                other.result(60)
-            self._under_way.clear()
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the other ranks, as what follows on a stream does."""
+        for other in self._under_way:
+            other.result(60)
+        self._under_way.clear()
 
 
 class Pool:
@@ -70,16 +75,22 @@ class Pool:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SpeculativeDecoder]:
-    cpu = torch.device("cpu")
+    cpu, load_snapshots = torch.device("cpu"), Snapshots.load
     monkeypatch.setattr(compiling, "shared_gpus", lambda config, device: [cpu] * config.parallel.tensor)
     monkeypatch.setattr(runner_pool, "PeerGroup", lambda devices: ThreadGroup(len(devices)))
 
-    def make(kind: str, k: int = 1, **extra: Any) -> SpeculativeDecoder:
-        model = shared_model("llama", dtype=torch.float64)
+    def make(kind: str, k: int = 1, architecture: str = "llama", **extra: Any) -> SpeculativeDecoder:
+        model = shared_model(architecture, dtype=torch.float64)
         decoder = compiled(model, kind, k, parallel={"tensor": COUNT}, **extra)
         for program in (decoder._program, *decoder._runners.others):
             program.captured = True
-        decoder._runners.make_pool = Threads()
+        decoder._runners.make_pool = threads = Threads()
+
+        def load(own: Snapshots, given: Any) -> None:
+            threads.settle()
+            load_snapshots(own, given)
+
+        monkeypatch.setattr(Snapshots, "load", load)
         return decoder
 
     return make
@@ -95,15 +106,18 @@ def test_tokens_are_those_of_one_device(ranks: Callable[..., SpeculativeDecoder]
     assert len(many.ranks) == COUNT and [*many.ranks[1]][:4] == [*many.stages][:4]
 
 
-def test_streams_sessions_cut_prompts_and_shared_prefixes(ranks: Callable[..., SpeculativeDecoder]) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_5_text"])
+def test_streams_sessions_cut_prompts_and_shared_prefixes(
+    ranks: Callable[..., SpeculativeDecoder], architecture: str
+) -> None:
     cache = {"prefill_chunk": 5, "block_size": 4, "reuse_prefixes": True}
-    expected = [own.tolist() for own in compiled(shared_model("llama", dtype=torch.float64), "none").generate(
+    expected = [own.tolist() for own in compiled(shared_model(architecture, dtype=torch.float64), "none").generate(
         PROMPTS, max_new_tokens=NEW).new_tokens]  # fmt: skip
-    many = ranks("ngram", 3, cache=cache, max_batch_size=2)
+    many = ranks("ngram", 3, architecture, cache=cache, max_batch_size=2)
     streamed, in_session, _ = in_a_stream_and_a_session(many, PROMPTS, max_new_tokens=NEW)
     assert streamed == in_session == expected
-    again, _, stats = in_a_stream_and_a_session(many, [PROMPTS[1]] * 3, max_new_tokens=NEW)
-    assert again == [expected[1]] * 3 and stats.reused_tokens > 0
+    again, once_more, stats = in_a_stream_and_a_session(many, [PROMPTS[1]] * 3, max_new_tokens=NEW)
+    assert again == once_more == [expected[1]] * 3 and stats.reused_tokens > 0
 
 
 def test_a_cancelled_sequence_stops_on_every_device(ranks: Callable[..., SpeculativeDecoder]) -> None:

@@ -273,7 +273,7 @@ class Engine:
         pause = self._pause(plan, chunk.forced)
         results = self._runner.wide(chunk, pause)
         reached = [(self._running[row], boundary) for row, boundary in chunk.reached]
-        self.memory.keep_states((s.reserved, s.request.prompt, s.state_row, boundary) for s, boundary in reached)
+        self._runner.keep_states((s.reserved, s.request.prompt, s.state_row, boundary) for s, boundary in reached)
         # Whoever shares these pages runs behind this step.
         for sequence in plan.prompts:
             if sequence not in plan.going_on:

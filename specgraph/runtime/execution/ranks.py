@@ -8,7 +8,7 @@ GPUs (:mod:`specgraph.kernels.peers`), so no GPU is given one before all of them
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, fx
 
@@ -18,6 +18,7 @@ from specgraph.runtime.execution.graph_runner import GraphRunner, fill_and_repla
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
 from specgraph.runtime.execution.workspace import Workspace
+from specgraph.runtime.memory.state_memory import Reached
 from specgraph.runtime.memory.state_rows import Admission
 from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.specialise.end_chains import StepModule
@@ -75,6 +76,15 @@ class RanksRunner(GraphRunner):
         graphs = graphs_of(launches)
         fill_and_replay(launches, graphs)
         return graphs[0].packed.clone().unbind()  # the next step overwrites them
+
+    def keep_states(self, reached: Iterable[Reached], *, target_only: bool = False) -> dict[int, int]:
+        """On every GPU, of the same rows."""
+        taken = super().keep_states(reached, target_only=target_only)
+        for other in self._others if taken else ():
+            assert other.memory.snapshots is not None, "all GPUs have room for the same ones"
+            with other.active():
+                other.memory.snapshots.save(taken)
+        return taken
 
     def keep_drafts(self, rows: Sequence[int], count: int) -> None:
         """On every GPU."""

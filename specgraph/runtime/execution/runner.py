@@ -11,7 +11,7 @@ one before: results travel to pinned memory, and an event tells when they are th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from specgraph.kernels.step.results import pack_results
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
-from specgraph.runtime.memory.state_memory import StateMemory
+from specgraph.runtime.memory.state_memory import Reached, StateMemory
 from specgraph.runtime.memory.state_rows import Admission, stop, uploaded
 from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.specialise.end_chains import StepModule
@@ -136,6 +136,10 @@ class Runner:
         index = self._upload(rows, len(rows))
         windows, counts = self.state["next_window"][index].tolist(), self.state["num_rows"][index].tolist()
         return [window[1:count] for window, count in zip(windows, counts, strict=True)]
+
+    def keep_states(self, reached: Iterable[Reached], *, target_only: bool = False) -> dict[int, int]:
+        """As :meth:`StateMemory.keep_states`."""
+        return self.memory.keep_states(reached, target_only=target_only)
 
     def keep_drafts(self, rows: Sequence[int], count: int) -> None:
         """Let the next step verify no more than ``count`` drafts of each of the sequences ``rows``."""

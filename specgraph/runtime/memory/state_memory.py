@@ -15,6 +15,9 @@ from specgraph.runtime.memory.sizing import page_bytes
 from specgraph.runtime.memory.snapshots import Snapshots
 from specgraph.runtime.memory.state_rows import Admission, StateRowInitializer
 
+Reached = tuple[Reservation, Tensor, int, int]
+"""Of a sequence whose state can be copied: what it has reserved, its prompt, its row, and the boundary reached."""
+
 
 class StateMemory:
     """The memory of the sequences that decode together.
@@ -53,15 +56,10 @@ class StateMemory:
     def _initialize(self, entering: Sequence[Admission]) -> None:
         self._initializer.admit(entering)
 
-    def keep_states(
-        self, reached: Iterable[tuple[Reservation, Tensor, int, int]], *, target_only: bool = False
-    ) -> None:
-        """Take snapshots behind the last step that was enqueued.
-
-        For each: what a sequence has reserved, its prompt, its row, and the boundary at which that step left its state.
-        """
+    def keep_states(self, reached: Iterable[Reached], *, target_only: bool = False) -> dict[int, int]:
+        """Take snapshots behind the last step that was enqueued, and return the row of each."""
         if self.snapshots is None:
-            return
+            return {}
         # Where a snapshot made room for another one in the same step, only the last is written.
         taken = {
             snapshot: row
@@ -69,3 +67,4 @@ class StateMemory:
             if (snapshot := self.pages.take_snapshot(reserved, prompt, boundary, target_only=target_only)) is not None
         }
         self.snapshots.save(taken)
+        return taken
