@@ -140,7 +140,8 @@ def _join_sums(region: Region, addition: fx.Node) -> None:
         return
     (own, *first), (other, *second) = chains
     partial = region.follow_all(own, [*first, addition], own.args[0])  # type: ignore[arg-type]
-    for added, part in zip(partial, region.follow_all(other, second, other.args[0]), strict=True):  # type: ignore[arg-type]
+    others = region.follow_all(other, second, other.args[0])  # type: ignore[arg-type]
+    for added, part in zip(partial, others, strict=True):
         added.replace_input_with(chains[1][-1], part)
     views, end = list[fx.Node](), addition
     while "hidden_state" not in end.meta and (user := only_user(end)) is not None and user.target in VIEWS:
