@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -261,8 +262,10 @@ def test_tokens_are_scored_with_the_bits_that_they_were_drawn_with(logprobs: str
 def test_a_model_on_the_cpu_gets_to_each_gpu_in_part() -> None:
     model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.bfloat16)
     size = sum(weight.nbytes for weight in model.parameters())
-    before = [torch.cuda.memory_allocated(device) for device in DEVICES]
     given = {"draft": {"kind": "none"}, "parallel": {"tensor": 2, "devices": [str(device) for device in DEVICES]}}
+    specgraph.compile_speculative(model, given)  # what libraries keep for themselves, such as the workspace of cuBLAS
+    gc.collect()
+    before = [torch.cuda.memory_allocated(device) for device in DEVICES]
     own = specgraph.compile_speculative(model, given)
     grown = [torch.cuda.memory_allocated(device) - first for device, first in zip(DEVICES, before, strict=True)]
     assert all(size / 2 < more < 0.9 * size for more in grown), (size, grown)
