@@ -142,15 +142,17 @@ def _sweep(program: Program, count: int) -> list[str]:
 
 
 def _drop_results(program: Program) -> list[str]:
-    """Let modules whose results nobody reads compute what they write, and nothing else. Returns their names."""
+    """Let modules whose results nobody reads compute what they write, and nothing else. Returns the names of those that
+    computed more."""
     called = [node for node in program.graph.nodes if node.op == "call_module"]
     names = sorted({str(node.target) for node in called} - {str(node.target) for node in called if node.users})
+    before = {name: len(program.modules.unchanged[name].graph.nodes) for name in names}
     for name in names:
         module = program.modules[name]
         (output,) = module.graph.find_nodes(op="output")
         output.args = ((),)
         remove_dead_code(module)
-    return names
+    return [name for name in names if len(program.modules.unchanged[name].graph.nodes) < before[name]]
 
 
 def _removable(program: Program, node: fx.Node, count: int) -> bool:
