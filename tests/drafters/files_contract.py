@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from tests.checkpoints.layouts import Written
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG
 from tests.drafters.contract import Contract, DraftContract
+from tests.models import exact_norms
 
 
 def shown_by_inspect(capsys: pytest.CaptureFixture[str], folder: Path, target: Path, *options: str) -> list[list[str]]:
@@ -83,6 +85,14 @@ class FilesContract(Contract):
         """Every option of a head by its folder, with where it comes from."""
         given: DraftConfig = cls.DRAFTER.Config(**options)
         return {c.name: (c.value, c.source) for c in cls.DRAFTER.choices(open_checkpoint(folder), given, layers)}
+
+    @classmethod
+    def exact(cls, save: Callable[[Path], Path]) -> DraftHead:
+        """A head by way of the files that ``save`` writes into a folder, computing in float64 throughout."""
+        with tempfile.TemporaryDirectory() as folder:
+            made = cls.load(save(Path(folder)))
+        exact_norms(made.module)
+        return made
 
     # Files
 
@@ -168,6 +178,15 @@ class FilesContract(Contract):
         """By its name on the command line."""
         assert main(["train", f"draft={self.DRAFTS.KIND}", "--cfg", "job"]) == 0
         assert f"draft: {self.DRAFTS.KIND}\n" in capsys.readouterr().out
+
+
+def check_parameters(module: torch.nn.Module, tensors: Mapping[str, Tensor], *more: str) -> dict[str, Tensor]:
+    """The parameters of a loaded head, by all their names: the ``tensors`` of its file, tables, and ``more``."""
+    parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    stored = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    assert parameters.keys() == stored.keys() | {"embed_tokens.weight", "lm_head.weight", *more}
+    assert all(torch.equal(parameters[name], tensor.double()) for name, tensor in stored.items())
+    return parameters
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:

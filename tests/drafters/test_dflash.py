@@ -20,7 +20,6 @@ the token before the anchor           caught       caught  missed
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,9 +58,9 @@ from tests.drafters.dflash_formula import (
     tensors,
     z_lab,
 )
-from tests.drafters.files_contract import FilesContract
+from tests.drafters.files_contract import FilesContract, check_parameters
 from tests.harness import Run, drafting_config, drafting_stage, forced_run, slots_of
-from tests.models import exact_norms, make_model
+from tests.models import make_model
 
 EXPORT = functools.cache(dflash.export_block)
 
@@ -86,10 +85,7 @@ def save(name: str, folder: Path) -> Path:
 @functools.cache
 def head(name: str) -> DraftHead:
     """One of ``GIVEN`` by way of its files, computing in float64 throughout."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = TestFiles.load(save(name, Path(folder)))
-    exact_norms(made.module)
-    return made
+    return TestFiles.exact(functools.partial(save, name))
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -103,14 +99,11 @@ def test_a_layout_is_recognised_and_loaded(name: str, tmp_path: Path) -> None:
     assert (loaded.features, loaded.mask_token_id, loaded.parallel) == ((1, 3), MASK, False)
     assert module.config.masks == tuple(BlockMask(s.window, s.causal, s.anchored) for s in given.seen)
     assert (module.config.block_size, module.config.sample_from_anchor) == (BLOCK, given.shifted)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    stored = {n: t for n, t in given.written.tensors.items() if n not in ("d2t", "t2d")}
-    own = {"embed_tokens.weight", "lm_head.weight", *(["mask_embedding"] if given.mask_embedding is not None else [])}
-    assert parameters.keys() == stored.keys() | own
-    assert all(torch.equal(parameters[name], tensor.double()) for name, tensor in stored.items())
+    own = ["mask_embedding"] if given.mask_embedding is not None else []
+    parameters = check_parameters(module, given.written.tensors, *own)
     for leaf, module_of in (("embed_tokens", target().get_input_embeddings()),
                             ("lm_head", target().get_output_embeddings())):  # fmt: skip
-        assert (parameters[f"{leaf}.weight"] is module_of.weight) is (f"{leaf}.weight" not in stored)
+        assert (parameters[f"{leaf}.weight"] is module_of.weight) is (f"{leaf}.weight" not in given.written.tensors)
     if "d2t" in given.written.tensors:
         assert module.draft_to_target is not None
         assert module.draft_to_target.tolist() == given.written.tensors["t2d"].nonzero().flatten().tolist()

@@ -16,7 +16,6 @@ noise off by one position           missed       caught
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,9 +47,9 @@ from tests.drafters.dflash2_formula import dflash2 as written
 from tests.drafters.dflash_formula import BLOCK, DRAFT_VOCAB, all_rows, context_of, target
 from tests.drafters.dflash_formula import tensors as plain_tensors
 from tests.drafters.dspark_formula import without
-from tests.drafters.files_contract import FilesContract
+from tests.drafters.files_contract import FilesContract, check_parameters
 from tests.harness import drafting_stage
-from tests.models import exact_norms, make_model
+from tests.models import make_model
 from tests.runtime import test_distribution
 
 SELECTORS = functools.cache(dflash2.export_selector)
@@ -70,10 +69,7 @@ def cached_exports(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def head(name: str) -> DraftHead:
     """One of ``WALKED`` by way of its files, computing in float64 throughout."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = TestFiles.load(WALKED[name].written.save(Path(folder)))
-    exact_norms(made.module)
-    return made
+    return TestFiles.exact(WALKED[name].written.save)
 
 
 @pytest.mark.parametrize("name", WALKED)
@@ -86,9 +82,7 @@ def test_a_layout_is_recognised_and_loaded(name: str, tmp_path: Path) -> None:
     module: DFlash2 = loaded.module
     assert (loaded.features, module.config.sample_from_anchor) == ((1, 3), given.shifted)
     assert module.config.masks == tuple(BlockMask(s.window, s.causal, s.anchored) for s in given.seen)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    assert parameters.keys() == given.written.tensors.keys() | {"embed_tokens.weight", "lm_head.weight"}
-    assert all(torch.equal(parameters[key], tensor.double()) for key, tensor in given.written.tensors.items())
+    check_parameters(module, given.written.tensors)
 
 
 def test_options_say_where_they_come_from(tmp_path: Path) -> None:

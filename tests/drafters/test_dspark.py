@@ -19,7 +19,6 @@ confidence of inactive rows kept    caught       missed  caught
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +55,7 @@ from tests.drafters.dspark_formula import (
     refined,
     without,
 )
-from tests.drafters.files_contract import FilesContract
+from tests.drafters.files_contract import FilesContract, check_parameters
 from tests.harness import Run, drafting_stage
 from tests.models import exact_norms, make_model
 
@@ -77,10 +76,7 @@ def cached_exports(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def head(name: str) -> DraftHead:
     """One of ``SPARKS`` by way of its files, computing in float64 throughout."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = TestFiles.load(SPARKS[name].written.save(Path(folder)))
-    exact_norms(made.module)
-    return made
+    return TestFiles.exact(SPARKS[name].written.save)
 
 
 @pytest.mark.parametrize("name", SPARKS)
@@ -92,10 +88,7 @@ def test_a_layout_is_recognised_and_loaded(name: str, tmp_path: Path) -> None:
     loaded = TestFiles.load(tmp_path / "given")
     module: DSpark = loaded.module
     assert (loaded.features, module.config.sample_from_anchor) == ((1, 3), given.shifted)
-    stored = {n: t for n, t in given.written.tensors.items() if n not in ("d2t", "t2d")}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    assert parameters.keys() == stored.keys() | {"embed_tokens.weight", "lm_head.weight"}
-    assert all(torch.equal(parameters[key], tensor.double()) for key, tensor in stored.items())
+    check_parameters(module, given.written.tensors)
 
 
 def test_options_say_where_they_come_from(tmp_path: Path) -> None:
