@@ -1,7 +1,7 @@
 """Compares K by what it is worth with plain decoding and with every fixed K, for drafts that are accepted by chance.
 
-    python -m benchmarks.choice_of_k [target=llama-3-8b-shape] [draft=eagle3] [k=7] [batches=1,8,32,128]
-                                     [rates=0.05,0.3,0.6,0.9] [steps=150] [prompt=128]
+    python -m benchmarks.choice_of_k [target=llama-3-8b-shape] [draft=eagle3] [draft.num_speculative_tokens=7]
+                                     [batch_sizes=[1,8,32,128]] [rates=[0.05,0.3,0.6,0.9]] [steps=150]
 
 All numbers of drafts are steps of one decoder, whose choice is set from outside for those that are fixed; plain
 decoding is a decoder of its own. Each is decoded once before it is measured, in which costs are learned and graphs
@@ -10,32 +10,43 @@ captured. Figures are tokens per second.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from specgraph.bench.models import random_head, random_target
-from specgraph.bench.steps import random_prompts
+from benchmarks.command import read_options, target_of
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.steps import head_of, needed_length, random_prompts
 from specgraph.compiler.compile import compile_speculative
-from specgraph.config import load_config
+from specgraph.config import Config, load_config
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance
+from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance, choices
 
 DEFAULTS = {
-    "target": "llama-3-8b-shape", "draft": "eagle3", "k": "7", "batches": "1,8,32,128", "rates": "0.05,0.3,0.6,0.9",
-    "steps": "150", "prompt": "128", "device": "cuda", "dtype": "bfloat16",
+    "target": "llama-3-8b-shape", "draft": "eagle3", "draft.num_speculative_tokens": 7, "verify": "synthetic",
+    "batch_sizes": [1, 8, 32, 128], "steps": 150,
 }  # fmt: skip
 
 
-def tokens_per_second(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], steps: int, most: int) -> float:
-    """Of the second half of some steps after the prompts, which emit up to ``most`` tokens each."""
-    stream = decoder.stream(prompts, max_new_tokens=(steps + 8) * most, eos_token_id=[], temperature=0)
+@dataclass
+class ChoiceConfig(BenchConfig):
+    """The options of this script."""
+
+    rates: list[float] = field(default_factory=lambda: [0.05, 0.3, 0.6, 0.9])
+    """Probabilities that a draft is accepted; each is measured."""
+
+
+def tokens_per_second(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: BenchConfig) -> float:
+    """Of the second half of ``steps`` behind the prompts."""
+    steps, longest = options.steps, decoder.config.max_length or 0
+    stream = decoder.stream(prompts, max_new_tokens=longest - options.prompt_length, eos_token_id=[], temperature=0)
     emitted, done, begin = 0, 0, 0.0
     for chunk in stream:
         done += done > 0 or all(chunk.tokens)
@@ -49,52 +60,56 @@ def tokens_per_second(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], st
     return emitted / seconds
 
 
+def second_time(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: BenchConfig) -> float:
+    """Tokens per second where everything has been decoded once before."""
+    tokens_per_second(decoder, prompts, options)
+    return tokens_per_second(decoder, prompts, options)
+
+
 def always(k: int) -> Callable[..., int | None]:
     """A choice that falls on K whatever was accepted."""
     return lambda worth, *_: k if k < worth.choices[-1] else None
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print a table for each acceptance rate."""
-    options = {**DEFAULTS, **dict(argument.split("=", 1) for argument in arguments)}
-    most, steps, length = int(options["k"]), int(options["steps"]), int(options["prompt"])
-    batches = [int(each) for each in options["batches"].split(",")]
-    device, dtype = torch.device(options["device"]), getattr(torch, options["dtype"])
-    model = random_target(options["target"], device, dtype)
-    common: dict[str, Any] = {"max_batch_size": max(batches), "max_length": length + (steps + 9) * (most + 1)}
-    prompts = random_prompts(model.config.get_text_config().vocab_size, max(batches), length)
+def compiled(model: PreTrainedModel, options: BenchConfig, config: Config) -> SpeculativeDecoder:
+    """A decoder with room for all batches and steps."""
+    longest = needed_length(options, config.draft.num_speculative_tokens)
+    own = dataclasses.replace(config, max_batch_size=max(options.batches), max_length=longest)
+    return compile_speculative(model, own, draft=head_of(model, own))
 
-    def compiled(draft: dict[str, Any], rate: float = 0.0) -> SpeculativeDecoder:
-        verify = {"rule": "synthetic", "acceptance_rate": rate} if rate else {}
-        config = load_config({**common, "draft": draft, "verify": verify})
-        return compile_speculative(model, config, draft=random_head(model, config.draft))
 
-    def measured(decoder: SpeculativeDecoder, batch: int, most: int) -> float:
-        tokens_per_second(decoder, prompts[:batch], steps, most)
-        return tokens_per_second(decoder, prompts[:batch], steps, most)
+def compare(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: BenchConfig, plain: float) -> str:
+    """A line about one batch, for whose plain decoding tokens per second are given."""
+    choose, fixed = RecentAcceptance.choose, {}
+    for k in choices(decoder.config.draft.num_speculative_tokens):
+        RecentAcceptance.choose = always(k)  # type: ignore[method-assign]
+        fixed[k] = second_time(decoder, prompts, options)
+    RecentAcceptance.choose = choose  # type: ignore[method-assign]
+    tokens_per_second(decoder, prompts, options)
+    before = Counter(decoder._engines.chosen)
+    auto, best = tokens_per_second(decoder, prompts, options), max(fixed, key=fixed.__getitem__)
+    chosen = ", ".join(f"{k}: {n}" for k, n in sorted((decoder._engines.chosen - before).items()))
+    table = " ".join(f"{k}: {value / plain:.3f}" for k, value in fixed.items())
+    ratios = f"{auto / plain:.3f}, of the best (K = {best}) {auto / fixed[best]:.3f}"
+    return f"plain {plain:.1f}; of plain {table}; auto {ratios}; chosen {chosen}"
 
-    decoder = compiled({"kind": "none"})
-    plain = {batch: measured(decoder, batch, 1) for batch in batches}
-    choose = RecentAcceptance.choose
-    for rate in map(float, options["rates"].split(",")):
+
+def main(words: Sequence[str]) -> None:
+    """Print a line for each acceptance rate and batch."""
+    config, options = read_options(words, ChoiceConfig, DEFAULTS)
+    model = target_of(options)
+    every = random_prompts(model.config.get_text_config().vocab_size, max(options.batches), options.prompt_length)
+    without = load_config({"draft": "none"})
+    decoder = compiled(model, options, dataclasses.replace(config, draft=without.draft, verify=without.verify))
+    plain = {batch: second_time(decoder, every[:batch], options) for batch in options.batches}
+    for rate in options.rates:
         del decoder
         gc.collect()
-        decoder = compiled({"kind": options["draft"], "num_speculative_tokens": most, "adaptive": True}, rate)
-        for batch in batches:
-            fixed = {}
-            for k in (k for k in (0, 1, 2, 3, 5, 7, 11, 15) if k <= most):
-                RecentAcceptance.choose = always(k)  # type: ignore[method-assign]
-                fixed[k] = measured(decoder, batch, most + 1)
-            RecentAcceptance.choose = choose  # type: ignore[method-assign]
-            tokens_per_second(decoder, prompts[:batch], steps, most + 1)
-            before = Counter(decoder._engines.chosen)
-            auto = tokens_per_second(decoder, prompts[:batch], steps, most + 1)
-            best = max(fixed, key=fixed.__getitem__)
-            chosen = ", ".join(f"{k}: {n}" for k, n in sorted((decoder._engines.chosen - before).items()))
-            table = " ".join(f"{k}: {value / plain[batch]:.3f}" for k, value in fixed.items())
-            print(f"rate {rate} batch {batch}: plain {plain[batch]:.1f}; of plain {table}; auto", end=" ")
-            ratios = f"{auto / plain[batch]:.3f}, of the best (K = {best}) {auto / fixed[best]:.3f}"
-            print(f"{ratios}; chosen {chosen}", flush=True)
+        draft = dataclasses.replace(config.draft, adaptive=True)
+        verify = dataclasses.replace(config.verify, acceptance_rate=rate)
+        decoder = compiled(model, options, dataclasses.replace(config, draft=draft, verify=verify))
+        for batch in options.batches:
+            print(f"rate {rate} batch {batch}:", compare(decoder, every[:batch], options, plain[batch]), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from specgraph.ir.linear import Linear, linears
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import LAYOUT
 from specgraph.ir.tensors import view_of
+from specgraph.passes.common.device_parts import ALL_REDUCE
 from specgraph.passes.common.patterns import replace_by
 
-ALL_REDUCE = torch.ops.specgraph.all_reduce.default
 ALL_REDUCE_RANK = torch.ops.specgraph.all_reduce_rank.default
 
 

@@ -84,8 +84,8 @@ class DraftModelDrafter(ChainDrafter):
         if mask is not None and not 0 <= mask < traced.info.input_ids:
             raise ConfigError(f"draft.mask_token_id is {mask}; the draft takes ids 0 to {traced.info.input_ids - 1}.")
         chain = not (parallel if options.parallel is None else options.parallel)
-        own = target.info.device.type == "cpu" and target.rule in LOSSLESS_RULES
-        ends = chain and own and chooses_drafts(options, target.rule, target.info.device)
+        able = target.info.device.type == "cpu" and target.rule in LOSSLESS_RULES
+        ends = chain and able and chooses_drafts(options, target.rule, target.info.device)
         count = options.num_speculative_tokens
         if ends and options.adaptive is None:  # no K was given
             count = MOST if target.max_length is None else min(MOST, target.max_length - 1)

@@ -119,11 +119,13 @@ def _part(
     return new_module(whole, graph, type(whole).__name__)
 
 
-def remove_dead_code(module: fx.GraphModule) -> None:
-    """Erase unused nodes and submodules. Inputs and nodes with side effects are kept."""
-    module.graph.eliminate_dead_code()
+def remove_dead_code(module: fx.GraphModule) -> bool:
+    """Erase unused nodes and submodules, and say whether there were such nodes. Inputs and nodes with side effects are
+    kept."""
+    changed = module.graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
     module.recompile()
+    return changed
 
 
 def calls(graph: fx.Graph, target: object) -> Iterator[fx.Node]:

@@ -146,13 +146,10 @@ def _drop_results(program: Program) -> list[str]:
     computed more."""
     called = [node for node in program.graph.nodes if node.op == "call_module"]
     names = sorted({str(node.target) for node in called} - {str(node.target) for node in called if node.users})
-    before = {name: len(program.modules.unchanged[name].graph.nodes) for name in names}
     for name in names:
-        module = program.modules[name]
-        (output,) = module.graph.find_nodes(op="output")
+        (output,) = program.modules[name].graph.find_nodes(op="output")
         output.args = ((),)
-        remove_dead_code(module)
-    return [name for name in names if len(program.modules.unchanged[name].graph.nodes) < before[name]]
+    return [name for name in names if remove_dead_code(program.modules[name])]
 
 
 def _removable(program: Program, node: fx.Node, count: int) -> bool:

@@ -127,15 +127,12 @@ class EngineFactory:
     def _described_choices(self) -> list[str]:
         if not self.adapts:
             return []
-        drafter, reason = self.program.drafter, "by what its drafts are worth"
-        numbers = choices(drafter.num_speculative_tokens)
+        drafter, numbers = self.program.drafter, sorted(self.chosen)
         if not self._sees_drafts:
-            numbers, reason = (
-                sorted(self.chosen),
-                "by how many drafts were accepted lately, and by what steps have taken",
-            )
-        elif drafter.least_survival:
-            numbers = sorted(self.chosen)
+            reason = "by how many drafts were accepted lately, and by what steps have taken"
+        elif not drafter.least_survival:
+            numbers, reason = choices(drafter.num_speculative_tokens), "by what its drafts are worth"
+        else:
             least = f"{drafter.least_survival:.2g}"
             reason = f"while all drafts are right with a probability of {least}, as the draft sees it"
         among = "; ".join(f"{k} in {self.chosen[k]} steps" for k in numbers)

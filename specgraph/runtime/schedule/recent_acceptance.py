@@ -44,6 +44,11 @@ FALL = 1 / 8192
 """The part by which what a step is known to cost falls for every other step, so that a wrong one is tried again."""
 
 
+def choices(most: int) -> list[int]:
+    """The values of K among which a step has a choice, if the drafter's own is ``most``, in ascending order."""
+    return [*(k for k in CHOICES if k < most), most]
+
+
 class Enqueued(NamedTuple):
     """A decode step that was not read yet.
 
@@ -95,7 +100,7 @@ class RecentAcceptance(ChoosesDrafts):
     ) -> None:  # fmt: skip
         """``shared`` and ``costs`` are those of all engines of a decoder. ``chosen`` counts the steps of each K."""
         most = len(shared.rates)
-        self.choices = [*(k for k in CHOICES if k < most), most]
+        self.choices = choices(most)
         self._costs, self._chosen = costs, chosen
         self._shared = shared
         self._own = np.tile(shared.rates, (num_state_rows, 1))  # the same for the sequence in each state row
