@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from transformers import PreTrainedModel
 import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.frontend.recurrent import hooked_recurrence
+from specgraph.runtime.schedule.num_drafts import Choice
+from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance
 
 # A chunk shorter than the prompts, so that every test crosses a prefill border. Nothing is reused, so that what is run
 # twice is compared with itself. The self-check, the reuse of prefixes and the checks after every pass, which take half
@@ -30,6 +33,20 @@ def compiled(
     """A decoder with small chunks and pages; `extra` are further configuration groups."""
     config = {**CONFIG, "draft": {"kind": kind, "num_speculative_tokens": k}, **extra}
     return specgraph.compile_speculative(model, config, draft=draft)
+
+
+def choose_at_random(seed: int = 0) -> Callable[..., Choice]:
+    """A ``choose`` of :class:`~specgraph.runtime.schedule.recent_acceptance.RecentAcceptance` that throws dice: one
+    number of drafts for all sequences, or one for each."""
+    dice = random.Random(seed)
+
+    def choose(worth: RecentAcceptance, kind: Any, sequences: Sequence[Any], drafts: Any) -> Choice:
+        k = dice.choice([*worth.choices[:-1], None])
+        if dice.random() < 0.4:
+            return Choice(k)
+        return Choice(k, [dice.randint(0, worth.choices[-1] if k is None else k) for _ in sequences])
+
+    return choose
 
 
 def in_a_stream_and_a_session(

@@ -14,7 +14,7 @@ from specgraph import Session, SpeculativeDecoder
 from specgraph.bench.models import random_head
 from specgraph.config import CacheConfig, load_config
 from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance
-from tests.decoding import compiled
+from tests.decoding import choose_at_random, compiled
 from tests.models import make_model, ragged_prompts
 
 BEGIN = ragged_prompts((90,))[0]
@@ -118,14 +118,14 @@ def test_no_bit_differs_where_k_follows_the_load(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "dflash"])
 def test_no_bit_differs_whatever_k_is_chosen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what was accepted lately, and at random."""
-    dice, decoder = random.Random(0), made(kind, "strict", "auto")
+    """By what was accepted lately, and at random, for all sequences of a step or for each."""
+    decoder = made(kind, "strict", "auto")
     expected = [by_itself(made("none", "strict"), index) for index in range(len(PROMPTS))]
     for seed in range(2):
         with decoder.session(return_logprobs=True) as session:
             found = random_session(session, seed)
         assert all(result == expected[index] for index, result in found.items())
-        monkeypatch.setattr(RecentAcceptance, "choose", lambda *_: dice.choice([0, 1, 2, None]))
+        monkeypatch.setattr(RecentAcceptance, "choose", choose_at_random())
     assert len(session.stats.steps_by_drafts) > 2
 
 

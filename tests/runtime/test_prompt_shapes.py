@@ -125,7 +125,7 @@ def test_a_chunk_tells_the_shape_of_the_graph_that_runs_it() -> None:
     parts = [(row, PendingPrompt(torch.arange(9), 0, 9, [], 1), count) for row, count in ((0, 9), (5, 5))]
     assert prompt_window(parts).captured_shape(8) == (2, 256, 16)
     parts = [(row, PendingPrompt(torch.arange(900), 0, 900, [], 1), 300) for row in range(3)]
-    beside = prompt_window(parts, decoding=[3, 4], width=2)
+    beside = prompt_window(parts, decoding={3: 2, 4: 2})
     assert beside.captured_shape(8) == (8, 512, 1024) and beside.captured_shape(5) == (5, 512, 1024)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from specgraph.runtime.requests.request import Request
 from specgraph.runtime.schedule.recent_acceptance import AGAIN, RecentAcceptance, SharedAcceptance
 from specgraph.runtime.schedule.sequences import ActiveSequence
 from specgraph.runtime.schedule.step_costs import StepCosts
-from tests.decoding import CONFIG, in_a_stream_and_a_session
+from tests.decoding import CONFIG, choose_at_random, in_a_stream_and_a_session
 from tests.drafters.test_matrix import DRAFTERS, MATCH, PROMPTS, draft, heads_exported_once, model
 from tests.runtime.test_k_by_load import EACH, KINDS, captured, plain
 
@@ -33,28 +32,21 @@ def adaptive(drafter: str, first: str | None = None, rule: str = "strict", **ext
     return captured(specgraph.compile_speculative(model("llama"), config, draft=draft(drafter, "llama")))
 
 
-_DICE = random.Random(0)
-
-
-def at_random(worth: RecentAcceptance, *_: Any) -> int | None:
-    return _DICE.choice([*worth.choices[:-1], None])
-
-
 @pytest.mark.parametrize(("drafter", "first"), KINDS)
 def test_under_strict_no_token_changes_whatever_is_chosen(
     drafter: str, first: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tested = adaptive(drafter, first)
-    for choose in (None, at_random):
-        if choose is not None:
-            monkeypatch.setattr(RecentAcceptance, "choose", choose)
+    for at_random in (False, True):
+        if at_random:
+            monkeypatch.setattr(RecentAcceptance, "choose", choose_at_random())
         out = tested.generate(PROMPTS, eos_token_id=[], **EACH)
         assert [tokens.tolist() for tokens in out.new_tokens] == plain()
     assert len(out.stats.steps_by_drafts) > 2
 
 
 def test_a_stream_and_a_session_choose_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecentAcceptance, "choose", at_random)
+    monkeypatch.setattr(RecentAcceptance, "choose", choose_at_random())
     common = {"max_new_tokens": 12, "eos_token_id": []}
     tested = adaptive("eagle3")
     expected = [tokens.tolist() for tokens in tested.generate(PROMPTS, **common).new_tokens]
@@ -79,10 +71,10 @@ MOST = 7
 class Machine:
     """Sequences whose drafts are accepted with given probabilities, and steps that take given times."""
 
-    def __init__(self, acceptance: list[float], seconds: Callable[[int, int], float]) -> None:
-        """``seconds`` takes the number of sequences and K."""
+    def __init__(self, acceptance: list[float], seconds: Callable[[int, int], float], *, ragged: bool = False) -> None:
+        """``seconds`` takes the number of rows and K. With ``ragged``, every sequence has a number of drafts."""
         self.acceptance, self.seconds = np.array(acceptance), seconds
-        self.rows = [*range(len(acceptance))]
+        self.rows, self.ragged = [*range(len(acceptance))], ragged
         self.chosen = Counter[int]()
         self._of_all = SharedAcceptance(MOST), StepCosts(), self.chosen
         self.start()
@@ -91,7 +83,7 @@ class Machine:
 
     def start(self) -> None:
         """Another engine of the same decoder."""
-        self.worth = RecentAcceptance(len(self.rows), *self._of_all)
+        self.worth = RecentAcceptance(len(self.rows), *self._of_all, ragged=self.ragged)
         self.worth.begin(self.rows)
 
     def tokens_per_second(self, steps: int) -> float:
@@ -99,15 +91,16 @@ class Machine:
         tokens, seconds, under_way = 0, 0.0, []
         made = 0
         for _ in range(steps):
-            k = self.worth.choose("kind", self._sequences, ())
-            k = MOST if k is None else k
+            choice = self.worth.choose("kind", self._sequences, ())
+            k = MOST if choice.drafts is None else choice.drafts
+            verified = np.minimum(choice.num_rows(len(self.rows), MOST), made + 1)[:, None] - 1
             drawn = self._noise.random((len(self.rows), MOST)) < self.acceptance[:, None]
-            accepted = drawn.cumprod(axis=1)[:, : min(k, made)].sum(axis=1)
-            under_way.append((self.worth.enqueued("kind", self.rows, 0, k), accepted + 1, k))
+            accepted = (drawn & (np.arange(MOST) < verified)).cumprod(axis=1).sum(axis=1)
+            took = self.seconds(sum(choice.num_rows(len(self.rows), MOST)), k)
+            under_way.append((self.worth.enqueued("kind", self.rows, 0, k, choice.each), accepted + 1, took))
             made = k
             if len(under_way) > 1:
-                step, emitted, drafts = under_way.pop(0)
-                took = self.seconds(len(self.rows), drafts)
+                step, emitted, took = under_way.pop(0)
                 self.worth.read(step, emitted.tolist(), took)
                 tokens, seconds = tokens + int(emitted.sum()), seconds + took
         return tokens / seconds
@@ -115,18 +108,17 @@ class Machine:
     def of_fixed(self, k: int) -> float:
         """Tokens per second with always the same K."""
         expected = sum((self.acceptance**i).sum() for i in range(k + 1))
-        return float(expected) / self.seconds(len(self.rows), k)
+        return float(expected) / self.seconds(len(self.rows) * (k + 1), k)
 
 
-def h200(count: int, k: int) -> float:
+def h200(rows: int, k: int) -> float:
     """Milliseconds of an 8B model and a small head, roughly: bytes, rows beyond some hundred, and a call per draft."""
-    rows = count * (k + 1)
-    return 3.8 + 0.004 * count + 0.13 * k + 0.02 * max(0, rows - 128)
+    return 3.8 + 0.13 * k + 0.02 * max(0, rows - 128)
 
 
-def steep(count: int, k: int) -> float:
+def steep(rows: int, k: int) -> float:
     """Every row costs a third of a step."""
-    return 1 + (count * (k + 1) - 1) / 3
+    return 1 + (rows - 1) / 3
 
 
 @pytest.mark.parametrize("seconds", [h200, steep])
@@ -138,6 +130,26 @@ def test_the_choice_is_nearly_the_best_number_and_never_worse_than_none(
     machine = Machine([rate] * count, seconds)
     machine.tokens_per_second(200)  # costs are tried, and the first estimate is left behind
     machine.start()
+    found = machine.tokens_per_second(3000)
+    best = max(machine.of_fixed(k) for k in range(MOST + 1))
+    assert found > 0.98 * machine.of_fixed(0) and found > 0.95 * best
+
+
+def test_mixed_sequences_get_a_number_of_drafts_each_where_rows_are_dear() -> None:
+    machine = Machine([0.2, 0.9] * 32, h200, ragged=True)
+    machine.tokens_per_second(600)  # half of the sequences are found out, and costs are tried
+    found = machine.tokens_per_second(2000)
+    best = max(machine.of_fixed(k) for k in range(MOST + 1))
+    assert found > 1.15 * best
+    each = machine.worth.choose("kind", machine._sequences, ()).each
+    assert each is not None and sum(each[1::2]) > 4 * sum(each[::2])
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.6, 0.9])
+@pytest.mark.parametrize("count", [1, 64])
+def test_equal_sequences_lose_nothing_where_each_may_have_its_own_number(count: int, rate: float) -> None:
+    machine = Machine([rate] * count, h200, ragged=True)
+    machine.tokens_per_second(600)
     found = machine.tokens_per_second(3000)
     best = max(machine.of_fixed(k) for k in range(MOST + 1))
     assert found > 0.98 * machine.of_fixed(0) and found > 0.95 * best

@@ -18,7 +18,7 @@ from specgraph.runtime.execution.graph_runner import GraphRunner
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.execution.results import Results
 from specgraph.runtime.execution.runner import Runner
-from specgraph.runtime.schedule.prefill import LAID_OUT, Chunk
+from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.specialise.index_rows import IndexRows
 from tests.decoding import compiled
 from tests.harness import Prefill, begun
@@ -113,7 +113,7 @@ def test_wide_steps_run_pending_prompts_and_decode_steps_sequences_that_go_on(mo
     beside = [chunk.state_rows[len(chunk.forced) :] for chunk in watched.chunks]
     for chunk, decoding in zip(watched.chunks, beside, strict=True):
         assert bool((chunk.inputs[: len(chunk.forced), 1] > 0).all())
-        assert chunk.inputs[len(chunk.forced) :, 1].tolist() == [LAID_OUT] * len(decoding)
+        assert chunk.inputs[len(chunk.forced) :, 1].tolist() == [-1] * len(decoding)
         assert {*decoding}.isdisjoint(chunk.state_rows[: len(chunk.forced)])
     assert beside[0] == [] and any(beside) and [0, 1, 2, 3] in watched.decoded
     assert [sum(row in rows for rows in (*beside, *watched.decoded)) for row in range(4)] == [5] * 4

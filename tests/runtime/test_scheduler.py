@@ -11,6 +11,7 @@ import torch
 from specgraph.runtime.memory.pages import PagePool
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.requests.sampling import Sampling
+from specgraph.runtime.schedule.num_drafts import Choice
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prefill import prompt_window
 from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, Overhead
@@ -142,16 +143,16 @@ def test_a_sequence_whose_length_the_steps_under_way_will_fill_is_left_out() -> 
 
 def test_k_depends_on_the_number_of_sequences_that_decode() -> None:
     world = decoding(World(dataclasses.replace(PATIENT, drafts={1: None, 2: 1})), 2)
-    assert world.plan().drafts == 1
+    assert world.plan().choice.drafts == 1
     world.leave(world.running[0])
-    assert world.plan().drafts is None
+    assert world.plan().choice.drafts is None
 
 
 def test_k_is_asked_for_where_somebody_else_chooses_it() -> None:
     asked: list[list[int]] = []
-    world = World(PATIENT, choose_drafts=lambda sequences: asked.append(numbers(sequences)) or 2)
+    world = World(PATIENT, choose_drafts=lambda sequences: asked.append(numbers(sequences)) or Choice(2))
     decoding(world, 2)
-    assert world.plan().drafts == 2 and asked[-1] == [0, 1]
+    assert world.plan().choice.drafts == 2 and asked[-1] == [0, 1]
 
 
 def test_where_nobody_decodes_a_step_runs_as_many_prompt_tokens_as_one_may() -> None:

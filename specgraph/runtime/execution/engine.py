@@ -25,6 +25,7 @@ from specgraph.runtime.execution.steps import InFlightStep, Output, Step
 from specgraph.runtime.memory.pages import known_tokens, num_pages
 from specgraph.runtime.memory.state_rows import Admission
 from specgraph.runtime.requests.request import Request
+from specgraph.runtime.schedule.num_drafts import Choice
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prefill import prompt_window
 from specgraph.runtime.schedule.scheduler import Entry, Plan, Scheduler
@@ -200,7 +201,7 @@ class Engine:
     def _choose_mode(self, plan: Plan) -> None:
         """Run the variant of the step for what is planned, and for the options in use."""
         worth = self._policy.worth
-        packed, drafts, ahead = bool(plan.prompts), plan.drafts, worth is not None and worth.ahead
+        packed, drafts, ahead = plan.packed, plan.choice.drafts, worth is not None and worth.ahead
         if ahead and (packed or self._asked.traced):
             drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
         mode = self._asked._replace(
@@ -215,14 +216,13 @@ class Engine:
         for sequence in plan.decoding:
             sequence.tokens_left -= 1
         self._choose_mode(plan)
-        step = self._enqueue_prompts(plan) if plan.prompts else self._enqueue_decoding(plan)
+        step = self._enqueue_packed(plan) if plan.packed else self._enqueue_decoding(plan)
         self._scheduler.ran(plan, step.results.width)
         if (worth := self._policy.worth) is None:
             return step
         rows = [sequence.state_row for sequence in plan.sequences]
-        return dataclasses.replace(
-            step, noted=worth.enqueued(self._kind(), rows, len(plan.prompts), step.results.width - 1)
-        )
+        noted = worth.enqueued(self._kind(), rows, len(plan.prompts), step.results.width - 1, plan.choice.each)
+        return dataclasses.replace(step, noted=noted)
 
     def _enqueue_decoding(self, plan: Plan) -> InFlightStep:
         worth, decoding = self._policy.worth, plan.sequences
@@ -231,7 +231,7 @@ class Engine:
         if worth is not None and not self._asked.traced:
             seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
             worth.learn(self._kind(), len(decoding) * results.width, seconds)
-        verified = results.width - 1 if plan.drafts is None else plan.drafts
+        verified = results.width - 1 if plan.choice.drafts is None else plan.choice.drafts
         return InFlightStep(results, plan, pause=pause, drafts=verified)
 
     def _learn(self, under_way: InFlightStep, num_emitted: Sequence[int], seconds: float) -> None:
@@ -240,16 +240,16 @@ class Engine:
             alone = under_way.pause is None and not under_way.plan.prompts and not self._asked.traced
             worth.read(under_way.noted, num_emitted, seconds if alone else None)
 
-    def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> int | None:
-        """K for the next step of sequences that decode, by what their drafts are worth; None for the drafter's own."""
+    def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> Choice:
+        """What the next step verifies of sequences that decode, by what their drafts are worth."""
         worth, rows = self._policy.worth, [s.state_row for s in decoding]
         assert worth is not None, "without it, K depends on the number of sequences alone"
         if not worth.ahead:
             return worth.choose(self._kind(), decoding, ())
-        drafts = worth.choose(self._kind(), decoding, self._runner.real_drafts(rows))
-        assert drafts is not None, "what looks at drafts says how many are verified"
-        self._runner.keep_drafts(rows, drafts)
-        return drafts
+        choice = worth.choose(self._kind(), decoding, self._runner.real_drafts(rows))
+        assert choice.drafts is not None, "what looks at drafts says how many are verified"
+        self._runner.keep_drafts(rows, choice.drafts)
+        return choice
 
     def _kind(self) -> tuple[object, ...]:
         """What distinguishes steps whose rows cost more from others."""
@@ -266,10 +266,12 @@ class Engine:
         parts = [(n, s, [] if n < count else next(drafts), forced[n] if n < count else 0) for n, s in own]
         return Pause([Paused(n, s.request, s.new_tokens, known, given) for n, s, known, given in parts])
 
-    def _enqueue_prompts(self, plan: Plan) -> InFlightStep:
-        width = self._width if plan.drafts is None else plan.drafts + 1
+    def _enqueue_packed(self, plan: Plan) -> InFlightStep:
+        width = self._width if plan.choice.drafts is None else plan.choice.drafts + 1
         parts = [(s.state_row, s.prompt, count) for s, count in plan.prompts.items()]
-        chunk = prompt_window(parts, [s.state_row for s in plan.decoding], width, self._width)
+        num_rows = plan.choice.num_rows(len(plan.decoding), self._width - 1)
+        decoding = dict(zip([s.state_row for s in plan.decoding], num_rows, strict=True))
+        chunk = prompt_window(parts, decoding, self._width if parts else width)
         pause = self._pause(plan, chunk.forced)
         results = self._runner.wide(chunk, pause)
         reached = [(self._running[row], boundary) for row, boundary in chunk.reached]
@@ -320,7 +322,7 @@ class Engine:
         sequences, num_prompts = under_way.plan.sequences, len(under_way.forced)
         read = under_way.results.read(len(sequences), logprobs=self._asked.logprobs != "none")
         told = under_way.results.trace(len(sequences)) if self._asked.traced else None
-        pause, going_on = under_way.pause, under_way.plan.going_on
+        pause, going_on, each = under_way.pause, under_way.plan.going_on, under_way.plan.choice.each
         outputs, broken, failed = [], [], list[ActiveSequence]()
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.
         for place, sequence in enumerate(sequences):
@@ -353,10 +355,14 @@ class Engine:
                 request = sequence.request
                 reason = "eos" if tokens and tokens[-1] in request.eos_ids else request.limit_reason
                 self._leave(sequence)
-            decoding = place >= num_prompts and len(tokens) > 0
+            decoding, drafts = place >= num_prompts and len(tokens) > 0, under_way.drafts
+            if decoding and each is not None:
+                drafts = min(each[place - num_prompts], drafts)
             traced = None if told is None else DraftTraceView(told, place, max(left - 1, 0))
             outputs.append(
-                Output(sequence.number, tokens, logprobs, decoding, read.confidence[place], reason, error, traced)
+                Output(
+                    sequence.number, tokens, logprobs, decoding, read.confidence[place], reason, error, traced, drafts
+                )
             )
         self._halt([*broken, *failed])
         if broken:
@@ -366,7 +372,7 @@ class Engine:
         outputs += [Output(s.number, finish_reason="error", error=e) for s, e in zip(broken, errors, strict=True)]
         begin, self._begin = self._begin, time.perf_counter()
         reused, self._reused_tokens = self._reused_tokens, 0
-        seconds, drafts = self._begin - begin, under_way.drafts
+        seconds = self._begin - begin
         self._learn(under_way, read.num_emitted, seconds)
         waited = None if pause is None else pause.seconds
-        return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused, host_seconds=waited)
+        return Step(outputs, under_way.prompt_tokens, seconds, under_way.drafts, reused_tokens=reused, host_seconds=waited)

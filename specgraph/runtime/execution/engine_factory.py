@@ -148,7 +148,9 @@ class EngineFactory:
         if not self.adapts:
             return None
         if not self._sees_drafts:
-            return RecentAcceptance(num_state_rows, self._acceptance, self.costs, self.chosen)
+            # On a CPU, packed rows run through modules that are not compiled.
+            ragged = self.program.captured
+            return RecentAcceptance(num_state_rows, self._acceptance, self.costs, self.chosen, ragged=ragged)
         if drafter.least_survival:
             return Longest(self.chosen)
         return Worth(drafter.num_speculative_tokens, self.costs, self.chosen)

@@ -8,7 +8,7 @@ from torch import Tensor
 from specgraph.ir.state import State
 from specgraph.kernels.step import gather_state, scatter_state_
 from specgraph.runtime.memory.state_rows import uploaded
-from specgraph.runtime.schedule.prefill import LAID_OUT, Chunk
+from specgraph.runtime.schedule.prefill import Chunk
 
 
 def load_chunk(state: State, chunk: Chunk, least: int = 1) -> tuple[Tensor, Tensor]:
@@ -38,12 +38,14 @@ def load_inputs(state: State, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
     ``inputs`` are those of a :class:`Chunk`, on the device. The result is the row index int64 ``[b]`` and the window
     int64 ``[b, W]``. An entry whose row is -1 is no sequence, and sets nothing. For one that decodes, counts and window
-    are what its last step has laid out.
+    are what its last step has laid out, with no more rows than the chunk allows.
     """
     rows, num_rows, num_forced = (column.contiguous() for column in inputs[:, :3].unbind(1))
-    decodes, given = num_rows == LAID_OUT, inputs[:, 3:]
-    chosen = rows.masked_fill(decodes, -1)
-    scatter_state_(chosen, [state["num_rows"], state["num_forced"]], [num_rows, num_forced])
-    (laid_out,) = gather_state(rows, [state["next_window"]], [0])
+    decodes, given = num_rows < 0, inputs[:, 3:]
+    counts = [state["num_rows"], state["num_forced"]]
+    laid_out, *own = gather_state(rows, [state["next_window"], *counts], [0, 0, 0])
+    at_most = [torch.minimum(own[0], -num_rows), own[1]]
+    values = [torch.where(decodes, old, new) for old, new in zip(at_most, (num_rows, num_forced), strict=True)]
+    scatter_state_(rows, counts, values)
     padded = torch.nn.functional.pad(laid_out, (0, given.shape[1] - laid_out.shape[1]))
     return rows, torch.where(decodes.unsqueeze(1), padded, given)

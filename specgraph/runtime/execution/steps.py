@@ -25,6 +25,7 @@ class Output(NamedTuple):
         finish_reason: ``eos``, ``length``, ``max_length``, ``stop``, ``cancelled`` or ``error``; None: it goes on.
         error: what went wrong, for ``error``.
         traced: what the step says of its drafts; None if nobody asks.
+        drafts: how many drafts of the sequence it verified at most, if it decoded.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Output(NamedTuple):
     finish_reason: str | None = None
     error: SpecgraphError | None = None
     traced: DraftTraceView | None = None
+    drafts: int = 0
 
 
 @dataclass(frozen=True)

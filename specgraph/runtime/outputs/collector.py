@@ -95,7 +95,7 @@ class Collector:
             if output.decoding:
                 stats.emitted_per_step[number].append(len(output.tokens))
                 if stats.confidence:
-                    stats.confidence[number].append([*thought[number][: step.drafts]])
+                    stats.confidence[number].append([*thought[number][: output.drafts]])
             thought[number] = output.confidence
 
 

@@ -189,7 +189,7 @@ class Trace(Sequence[TracedStep]):
     def _step(self, step: Step, output: Output, traced: TracedRow) -> TracedStep:
         number, tokens = output.number, tuple(output.tokens)
         made = self._made.get(number) if output.decoding else None
-        drafts = [] if made is None else [*zip(made.drafts[: step.drafts], made.drawn, strict=False)]
+        drafts = [] if made is None else [*zip(made.drafts[: output.drafts], made.drawn, strict=False)]
         # Behind these ends nothing is emitted, so also no token of the target's own.
         ended = output.finish_reason in ("eos", "stop", "error")
         judged = tuple(

@@ -5,7 +5,7 @@ to twice the time of one. So a step verifies the number of drafts that promises 
 follows from how often the drafts at each position were right lately, and the price from what steps of so many rows
 have taken in this decoder.
 
-:class:`ChoosesDrafts` is what an engine asks.
+:class:`ChoosesDrafts` is what an engine asks for a :class:`Choice`.
 
 :class:`Worth` looks at the drafts themselves, at least at their number. That biases no output, because this is done
 only for drafts that are a function of the accepted tokens: given these tokens, nothing about the drafts is random.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from specgraph.runtime.schedule.acceptance import FIRST, SHARED, Outlook, Survival
 from specgraph.runtime.schedule.sequences import ActiveSequence
@@ -35,6 +35,23 @@ def choices(most: int) -> list[int]:
     return sorted({0, min(FEW, most), most})
 
 
+class Choice(NamedTuple):
+    """How many drafts a step makes and verifies.
+
+    Attributes:
+        drafts: K, None for the drafter's own.
+        each: how many of them each sequence verifies at most; None: all.
+    """
+
+    drafts: int | None = None
+    each: Sequence[int] | None = None
+
+    def num_rows(self, count: int, most: int) -> list[int]:
+        """The most rows of each of ``count`` sequences, where ``most`` is the drafter's K."""
+        drafts = most if self.drafts is None else self.drafts
+        return [drafts + 1] * count if self.each is None else [own + 1 for own in self.each]
+
+
 class ChoosesDrafts:
     """Chooses K for the steps of one engine.
 
@@ -46,9 +63,8 @@ class ChoosesDrafts:
 
     def choose(
         self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]
-    ) -> int | None:  # fmt: skip
-        """K for a step of ``kind`` over sequences, which have these drafts if it is to look at them; None for the
-        drafter's own."""
+    ) -> Choice:  # fmt: skip
+        """What a step of ``kind`` verifies of sequences, which have these drafts if it is to look at them."""
         raise NotImplementedError
 
     def learn(self, kind: Hashable, rows: int, seconds: float) -> None:
@@ -57,10 +73,12 @@ class ChoosesDrafts:
     def begin(self, rows: Sequence[int]) -> None:
         """New sequences have these state rows."""
 
-    def enqueued(self, kind: Hashable, rows: Sequence[int], num_prompts: int, drafts: int) -> Any:
+    def enqueued(
+        self, kind: Hashable, rows: Sequence[int], num_prompts: int, drafts: int, each: Sequence[int] | None = None
+    ) -> Any:  # fmt: skip
         """A step of ``kind`` is enqueued for the sequences in these rows, with K drafts; what ``read`` is to know.
 
-        It runs prompts of the first ``num_prompts`` of them.
+        It runs prompts of the first ``num_prompts`` of them, and verifies so many drafts of ``each`` other one, or all.
         """
 
     def read(self, step: Any, num_emitted: Sequence[int], seconds: float | None) -> None:
@@ -81,8 +99,8 @@ class Worth(ChoosesDrafts):
         self.choices = choices(most)
         self._shared = Survival([FIRST ** (place + 1) for place in range(most)], SHARED)
 
-    def choose(self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]) -> int:
-        """K for a step of ``kind`` over sequences that have these drafts."""
+    def choose(self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]) -> Choice:
+        """As :meth:`ChoosesDrafts.choose`; of every sequence, all drafts are verified."""
         outlooks = [self._outlook(sequence) for sequence in sequences]
         for sequence, outlook, own in zip(sequences, outlooks, drafts, strict=True):
             outlook.propose(len(sequence.new_tokens), own)
@@ -98,7 +116,7 @@ class Worth(ChoosesDrafts):
             if rate > (MARGIN if promised else 1.0) * promised:
                 best, promised = k, rate
         self._chosen[best] += 1
-        return best
+        return Choice(best)
 
     def learn(self, kind: Hashable, rows: int, seconds: float) -> None:
         """Take note of a decode step of ``kind``, of so many rows."""
@@ -117,8 +135,8 @@ class Longest(ChoosesDrafts):
         """``chosen`` counts the steps of each K."""
         self._chosen = chosen
 
-    def choose(self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]) -> int:
-        """K for a step over sequences that have these drafts."""
+    def choose(self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]) -> Choice:
+        """As :meth:`ChoosesDrafts.choose`."""
         longest = max(map(len, drafts))
         self._chosen[longest] += 1
-        return longest
+        return Choice(longest)

@@ -12,10 +12,6 @@ from torch import Tensor
 
 from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, captured_width, entries, num_together, padded_rows
 
-LAID_OUT = -1
-"""The number of rows that a chunk gives for a sequence that decodes: those that its last step has laid out."""
-
-
 class Chunk(NamedTuple):
     """A window of prompt tokens, still on the host.
 
@@ -26,7 +22,7 @@ class Chunk(NamedTuple):
         num_rows: the most rows that all of them have together.
         inputs: int64 ``[b, 3 + W]``, one line per sequence: its state row, its number of real rows, the number of next
             tokens that it is given, and its window. It is one tensor, so that one copy takes it to the device. A
-            sequence that decodes has ``LAID_OUT`` rows.
+            sequence that decodes has the rows that its last step has laid out, but ``n`` at most: its number is ``-n``.
         reached: the boundaries of prompts at which this window leaves the state of their layers: pairs of a state row
             and the number of tokens before the boundary.
     """
@@ -40,9 +36,9 @@ class Chunk(NamedTuple):
 
     def captured_shape(self, num_state_rows: int) -> tuple[int, int, int]:
         """The sequences, the columns, and the packed rows of the graph that runs it, where a state has so many rows."""
-        count = entries(len(self.state_rows), num_state_rows)
-        joint = len(self.state_rows) > len(self.forced)
-        return count, captured_width(self.inputs.shape[1] - 3, count), padded_rows(self.num_rows, joint=joint)
+        count, width = entries(len(self.state_rows), num_state_rows), self.inputs.shape[1] - 3
+        joint = len(self.state_rows) > len(self.forced) > 0
+        return count, captured_width(width, count) if self.forced else width, padded_rows(self.num_rows, joint=joint)
 
 
 @dataclass
@@ -86,7 +82,7 @@ class PendingPrompt:
 
 
 def prompt_window(
-    parts: Sequence[tuple[int, PendingPrompt, int]], decoding: Sequence[int] = (), width: int = 0, columns: int = 0
+    parts: Sequence[tuple[int, PendingPrompt, int]], decoding: Mapping[int, int] | None = None, columns: int = 0
 ) -> Chunk:
     """A window with the next rows of some prompts, which are then done, beside sequences that decode.
 
@@ -94,22 +90,21 @@ def prompt_window(
 
     Args:
         parts: of each prompt the state row, what is pending, and how many rows are run.
-        decoding: the state rows of sequences that decode in the same step.
-        width: how many rows each of these has at most.
+        decoding: by the state rows of sequences that decode in the same step, how many rows each has at most.
         columns: the least number of columns.
     """
-    known = [prompt.known(count) for _, prompt, count in parts]
+    known, decoding = [prompt.known(count) for _, prompt, count in parts], decoding or {}
     forced = [len(tokens) - 1 for tokens in known]
-    columns = max(columns, *map(len, known))
+    columns = max([columns, *map(len, known)])
     inputs = np.zeros((len(parts) + len(decoding), 3 + columns), dtype=np.int64)
     for line, (row, _, count), tokens in zip(inputs, parts, known, strict=False):
         line[:3] = row, count, len(tokens) - 1
         line[3 : 3 + len(tokens)] = tokens
-    inputs[len(parts) :, 0] = decoding
-    inputs[len(parts) :, 1] = LAID_OUT
+    inputs[len(parts) :, 0] = [*decoding]
+    inputs[len(parts) :, 1] = [-count for count in decoding.values()]
     reached = [(row, boundary) for row, prompt, count in parts for boundary in prompt.advance(count)]
     rows, total = [row for row, _, _ in parts], sum(count for _, _, count in parts)
-    num_rows = total + width * len(decoding)
+    num_rows = total + sum(decoding.values())
     return Chunk([*rows, *decoding], forced, total, num_rows, torch.from_numpy(inputs), reached)
 
 

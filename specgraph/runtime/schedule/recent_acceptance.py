@@ -3,13 +3,18 @@
 Steps of a GPU are enqueued before the drafts that they verify have come to the host, and drafts that were drawn must
 not decide whether they are verified, or the tokens would not be distributed as the target's. So
 :class:`RecentAcceptance` looks at what was accepted before, and at what steps have taken: it takes the K that promises
-the most tokens per second. All sequences of a step get the same K.
+the most tokens per second.
+
+A step has one K: so many drafts are made of every sequence. Where rows are dear, each sequence may verify fewer of them
+(``ragged``). The step then runs packed rows, for whose number a graph is captured, and these rows are for the drafts
+that are most probably accepted, whosever they are.
 
 Where no draft is verified, none can be seen to be right. So after a time a few steps draft again.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -17,13 +22,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specgraph.runtime.schedule.num_drafts import ChoosesDrafts
-from specgraph.runtime.schedule.prompt_shapes import entries
+from specgraph.runtime.schedule.num_drafts import Choice, ChoosesDrafts
+from specgraph.runtime.schedule.prompt_shapes import entries, padded_rows
 from specgraph.runtime.schedule.sequences import ActiveSequence
 from specgraph.runtime.schedule.step_costs import StepCosts
 
 CHOICES = (0, 1, 2, 3, 5, 7, 11, 15)
 """The values of K among which a step has a choice, besides the drafter's own; each is a graph for each batch size."""
+MEAN_ROWS = (1.5, 2, 3, 4, 6, 8, 12)
+"""How many rows a sequence has in the mean in steps in which each has its own number, before they are rounded up."""
 FIRST = 0.7
 """What the acceptance of a draft behind accepted ones is taken to be before any is known."""
 OWN, SHARED = 1 / 16, 1 / 256
@@ -34,6 +41,8 @@ UNSEEN = 1 / 64
 GAIN = 1.03
 """How many times as many tokens per second another K has to promise than the one of the last steps: the first step of a
 larger K has none of the further drafts yet."""
+MAKING = 0.25
+"""Which part of the time for one more draft is for making it, and not for verifying it, before any step has shown."""
 HOPE = 0.95
 """What an unknown step is taken to cost, as a part of what follows from the known ones, so that it is tried."""
 AGAIN, AGAIN_FOR = 128, 5
@@ -49,20 +58,32 @@ def choices(most: int) -> list[int]:
     return [*(k for k in CHOICES if k < most), most]
 
 
+class Option(NamedTuple):
+    """What a step may be.
+
+    Attributes:
+        drafts: its K.
+        rows: those of all sequences together, where each has its own number; None: ``drafts + 1`` of each.
+    """
+
+    drafts: int
+    rows: int | None = None
+
+
 class Enqueued(NamedTuple):
     """A decode step that was not read yet.
 
     Attributes:
-        key: what distinguishes its costs, besides its K.
+        key: what distinguishes its costs, besides the option.
+        option: which one it is.
         rows: the state rows of its sequences, int64 ``[n]``.
         verified: how many drafts each may verify, int64 ``[n]``.
-        drafts: its K.
     """
 
     key: Hashable
+    option: Option
     rows: NDArray[np.int64]
     verified: NDArray[np.int64]
-    drafts: int
 
 
 class SharedAcceptance:
@@ -96,16 +117,18 @@ class RecentAcceptance(ChoosesDrafts):
     ahead = False
 
     def __init__(
-        self, num_state_rows: int, shared: SharedAcceptance, costs: StepCosts, chosen: Counter[int]
+        self, num_state_rows: int, shared: SharedAcceptance, costs: StepCosts, chosen: Counter[int], *,
+        ragged: bool = False,
     ) -> None:  # fmt: skip
         """``shared`` and ``costs`` are those of all engines of a decoder. ``chosen`` counts the steps of each K."""
+        self._ragged = ragged
         most = len(shared.rates)
         self.choices = choices(most)
         self._costs, self._chosen = costs, chosen
         self._shared = shared
         self._own = np.tile(shared.rates, (num_state_rows, 1))  # the same for the sequence in each state row
         self._made = np.zeros(num_state_rows, np.int64)  # drafts of the last step that is enqueued
-        self._last: dict[Hashable, int] = {}
+        self._last: dict[Hashable, Option] = {}
         self._steps_without, self._again = 0, 0
 
     def begin(self, rows: Sequence[int]) -> None:
@@ -114,27 +137,40 @@ class RecentAcceptance(ChoosesDrafts):
 
     def choose(
         self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]
-    ) -> int | None:
-        """K for a step of ``kind``, None for the drafter's own. ``drafts`` are not looked at."""
+    ) -> Choice:
+        """As :meth:`ChoosesDrafts.choose`. ``drafts`` are not looked at."""
         key = self._key(kind, len(sequences))
-        best = self._best(key, [sequence.state_row for sequence in sequences])
+        own = self._own[[sequence.state_row for sequence in sequences]]
+        survival = np.cumprod(own, axis=1)  # [n, most]: the probability that this draft and those before it are right
+        best = self._best(key, survival)
         self._last[key] = best
-        self._chosen[best] += 1
-        return best if best < self.choices[-1] else None
+        self._chosen[best.drafts] += 1
+        num_drafts = best.drafts if best.drafts < self.choices[-1] else None
+        if best.rows is None:
+            return Choice(num_drafts)
+        # Of equal drafts the first ones: those of a sequence are never more probable than the ones before them.
+        order = np.argsort(-survival[:, : best.drafts], axis=None, kind="stable")[: best.rows - len(own)]
+        return Choice(num_drafts, np.bincount(order // best.drafts, minlength=len(own)).tolist())
 
-    def enqueued(self, kind: Hashable, rows: Sequence[int], num_prompts: int, drafts: int) -> Enqueued:
+    def enqueued(
+        self, kind: Hashable, rows: Sequence[int], num_prompts: int, drafts: int, each: Sequence[int] | None = None
+    ) -> Enqueued:  # fmt: skip
         """A step is enqueued, of which the sequences that run no prompts verify what their last step has made."""
         index = np.array(rows, np.int64)
         verified = np.minimum(self._made[index], drafts)
         verified[:num_prompts] = 0
-        step = Enqueued(self._key(kind, len(rows)), index, verified, drafts)
+        option = Option(drafts)
+        if each is not None:
+            verified[num_prompts:] = np.minimum(verified[num_prompts:], each)
+            option = Option(drafts, len(each) + sum(each))
+        step = Enqueued(self._key(kind, len(rows)), option, index, verified)
         self._made[index] = drafts
         return step
 
     def read(self, step: Enqueued, num_emitted: Sequence[int], seconds: float | None) -> None:
         """The step has emitted so many tokens of each sequence, in so long; None if that says nothing of others."""
         if seconds is not None:
-            self._costs.add(step.key, step.drafts + 1, seconds, FALL)
+            self._costs.add(step.key, step.option, seconds, FALL)
         accepted = np.array(num_emitted, np.int64) - 1
         real = (accepted >= 0) & (step.verified > 0)
         if not real.any():
@@ -151,23 +187,52 @@ class RecentAcceptance(ChoosesDrafts):
     def _key(self, kind: Hashable, count: int) -> Hashable:
         return kind, entries(count, len(self._own))
 
-    def _best(self, key: Hashable, rows: Sequence[int]) -> int:
+    def _best(self, key: Hashable, survival: NDArray[np.float64]) -> Option:
         known, most = self._costs.known(key), self.choices[-1]
-        for end in (most, 0):  # the costs of both are known before any choice
-            if end + 1 not in known:
+        for end in (Option(most), Option(0)):  # the costs of both are known before any choice
+            if end not in known:
                 return end
         if self._again:
             self._again -= 1
-            return self.choices[1]
-        expected = np.cumsum(np.cumprod(self._own[rows], axis=1), axis=1).sum(0)  # [most], over all sequences
-        tokens = [len(rows) + (expected[k - 1] if k else 0.0) for k in self.choices]
-        widths, seconds = zip(*sorted(known.items()), strict=True)
-        costs = [known.get(k + 1) or HOPE * np.interp(k + 1, widths, seconds) for k in self.choices]
-        rates = {k: n / cost for k, n, cost in zip(self.choices, tokens, costs, strict=True)}
-        best, last = max(rates, key=rates.__getitem__), self._last.get(key, most)
-        if rates[best] <= GAIN * rates[last]:
+            return Option(self.choices[1])
+        rates = self._rates(survival, known)
+        best, last = max(rates, key=rates.__getitem__), self._last.get(key, Option(most))
+        if rates[best] <= GAIN * rates.get(last, 0.0):
             best = last
-        self._steps_without = 0 if best else self._steps_without + 1
-        if self._steps_without > max(AGAIN, AGAIN_FOR * (costs[1] / costs[0] - 1) / AGAIN_SHARE):
+        self._steps_without = 0 if best.drafts else self._steps_without + 1
+        if self._steps_without > max(AGAIN, AGAIN_FOR * self._price_of_one(known) / AGAIN_SHARE):
             self._steps_without, self._again = 0, AGAIN_FOR
         return best
+
+    def _rates(self, survival: NDArray[np.float64], known: dict[Option, float]) -> dict[Option, float]:
+        """The tokens per second of every option, as far as they can be foreseen."""
+        count, rates = len(survival), dict[Option, float]()
+        widths, seconds = np.array(sorted((o.drafts + 1, cost) for o, cost in known.items() if o.rows is None)).T
+        for k in self.choices:
+            cost = known.get(Option(k)) or HOPE * np.interp(k + 1, widths, seconds)
+            rates[Option(k)] = (count + survival[:, :k].sum()) / cost
+        if not self._ragged:
+            return rates
+        # What is longer about a step than the rows that it runs of each sequence in the mean are drafts that are made.
+        # One costs no more than a step takes longer that also verifies it.
+        longer = [(o.drafts + 1, o.rows / count, cost) for o, cost in known.items() if o.rows is not None]
+        made = [(cost - np.interp(mean, widths, seconds)) / (width - mean) for width, mean, cost in longer]
+        making = float(np.mean(made)) if made else MAKING * float((np.diff(seconds) / np.diff(widths)).min())
+        for k in self.choices[1:]:
+            gains = -np.sort(-survival[:, :k], axis=None).cumsum()
+            for rows in _packed_rows(count, k):
+                foreseen = np.interp(rows / count, widths, seconds) + max(0.0, making) * (k + 1 - rows / count)
+                rates[Option(k, rows)] = (count + gains[rows - count - 1]) / (known.get(Option(k, rows)) or foreseen)
+        return rates
+
+    def _price_of_one(self, known: dict[Option, float]) -> float:
+        """By which part a step takes longer that has a draft."""
+        with_one = known.get(Option(self.choices[1]), known[Option(self.choices[-1])])
+        return max(0.0, with_one / known[Option(0)] - 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _packed_rows(count: int, k: int) -> list[int]:
+    """The numbers of packed rows for which steps of K are captured, between those of no drafts and of all."""
+    sizes = {padded_rows(round(mean * count)) for mean in MEAN_ROWS}
+    return sorted(rows for rows in sizes if count < rows < count * (k + 1))

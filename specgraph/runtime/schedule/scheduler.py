@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from specgraph.runtime.memory.pages import PagePool, Reservation
+from specgraph.runtime.schedule.num_drafts import Choice
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prefill import PendingPrompt
 from specgraph.runtime.schedule.prompt_shapes import FULL_ROWS, MOST_ROWS, fill, group_size, rows_beside
@@ -38,20 +39,25 @@ class Plan:
         entering: sequences that are admitted before the step, whose prompts may begin in it.
         prompts: how many prompt tokens the step runs of each sequence, in the order in which they came.
         decoding: the sequences that decode in the step, by their state rows.
-        drafts: K for those that decode; None for the drafter's own.
+        choice: how many drafts are made and verified of those that decode.
         going_on: those whose prompt is not at its end with this step.
     """
 
     entering: Sequence[Entry] = ()
     prompts: Mapping[ActiveSequence, int] = field(default_factory=dict)
     decoding: Sequence[ActiveSequence] = ()
-    drafts: int | None = None
+    choice: Choice = Choice()
     going_on: frozenset[ActiveSequence] = frozenset()
 
     @functools.cached_property
     def sequences(self) -> list[ActiveSequence]:
         """All sequences of the step, in the order of its entries."""
         return [*self.prompts, *self.decoding]
+
+    @property
+    def packed(self) -> bool:
+        """Whether modules run real rows alone, since sequences have different numbers of them."""
+        return bool(self.prompts) or self.choice.each is not None
 
     @functools.cached_property
     def hosted(self) -> list[tuple[int, ActiveSequence]]:
@@ -67,15 +73,15 @@ class Scheduler:
 
     def __init__(
         self, policy: Policy, pages: PagePool, num_state_rows: int, width: int,
-        choose_drafts: Callable[[Sequence[ActiveSequence]], int | None] | None = None,
+        choose_drafts: Callable[[Sequence[ActiveSequence]], Choice] | None = None,
     ) -> None:  # fmt: skip
         """``width`` is the number of tokens that a decode step runs of a sequence, with the drafter's own K.
 
-        ``choose_drafts`` gives K for a step of some sequences; without it, their number decides (``policy.drafts``).
+        ``choose_drafts`` gives it for a step of some sequences; without it, their number decides (``policy.drafts``).
         """
         self._policy, self._pages = policy, pages
         self._num_state_rows, self._width, self._present_width = num_state_rows, width, width
-        self._choose_drafts = choose_drafts or (lambda decoding: policy.drafts_of(len(decoding)))
+        self._choose_drafts = choose_drafts or (lambda decoding: Choice(policy.drafts_of(len(decoding))))
         self._num_ended = self._num_decode_steps = 0
         self._ran_prompts = False
 
@@ -95,10 +101,10 @@ class Scheduler:
                 pending = {}
             else:
                 decoding = []
-        drafts = self._choose_drafts(decoding) if decoding else None
-        prompts = self._prompts(pending, decoding, self._width if drafts is None else drafts + 1, decodes=decodes)
+        choice = self._choose_drafts(decoding) if decoding else Choice()
+        prompts = self._prompts(pending, choice.num_rows(len(decoding), self._width - 1), decodes=decodes)
         going_on = frozenset(s for s, count in prompts.items() if count < pending[s].left)
-        return Plan(entering, prompts, decoding, drafts, going_on)
+        return Plan(entering, prompts, decoding, choice, going_on)
 
     def ran(self, plan: Plan, width: int) -> None:
         """The step of ``plan`` is enqueued; one that decodes runs ``width`` tokens of a sequence at present."""
@@ -137,26 +143,25 @@ class Scheduler:
     def _prompts(
         self,
         pending: Mapping[ActiveSequence, PendingPrompt],
-        decoding: Sequence[ActiveSequence],
-        width: int,
+        decoding: Sequence[int],
         *,
         decodes: bool,
     ) -> dict[ActiveSequence, int]:
-        """How many tokens the step runs of the prompts that are ``pending``."""
+        """How many tokens the step runs of prompts that are ``pending``, beside sequences with so many rows each."""
         if not pending:
             return {}
-        budget = self._budget(len(decoding), width, decodes=decodes)
+        budget = self._budget(len(decoding), sum(decoding), decodes=decodes)
         left = [prompt.left for prompt in itertools.islice(pending.values(), budget)]
         counts = fill(left, self._policy.chunk, budget, len(decoding), self._width)
         return {s: prompt.up_to_boundary(n) for (s, prompt), n in zip(pending.items(), counts, strict=False)}
 
-    def _budget(self, count: int, width: int, *, decodes: bool) -> int:
-        """The most prompt tokens of a step in which ``count`` sequences decode, with ``width`` tokens each.
+    def _budget(self, count: int, rows: int, *, decodes: bool) -> int:
+        """The most prompt tokens of a step in which ``count`` sequences decode, with so many ``rows`` in all.
 
         Where nobody waits for single tokens, large steps are better, unless nearly all sequences decode and have so few
         tokens that those of prompts cost hardly anything beside them.
         """
         if not (count or (self._policy.fair and decodes)):
             return MOST_ROWS
-        crowded = 4 * count >= 3 * self._num_state_rows and 2 * count * width <= FULL_ROWS
-        return rows_beside(count * width, patient=not (self._policy.fair or crowded))
+        crowded = 4 * count >= 3 * self._num_state_rows and 2 * rows <= FULL_ROWS
+        return rows_beside(rows, patient=not (self._policy.fair or crowded))

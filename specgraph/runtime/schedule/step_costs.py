@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,10 +35,13 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[Hashable, dict[int, _Estimate]] = {}
+        self._kinds: dict[Hashable, dict[Any, _Estimate]] = {}
 
-    def add(self, kind: Hashable, rows: int, seconds: float, fall: float = FALL) -> None:
-        """Take note of a step. ``fall`` is the part by which estimates of other numbers of rows fall."""
+    def add(self, kind: Hashable, rows: Hashable, seconds: float, fall: float = FALL) -> None:
+        """Take note of a step of so many rows, or of what else stands for them.
+
+        ``fall`` is the part by which estimates of other numbers of rows fall.
+        """
         known = self._kinds.setdefault(kind, {})
         for other, estimate in [*known.items()]:
             if other != rows:
@@ -48,7 +52,7 @@ class StepCosts:
         risen = old.seconds + RISE * (min(seconds, MOST_RISE * old.seconds) - old.seconds)
         old.seconds, old.tries = min(seconds, risen), old.tries + 1
 
-    def known(self, kind: Hashable) -> dict[int, float]:
+    def known(self, kind: Hashable) -> dict[Any, float]:
         """The seconds of steps of a kind, by their numbers of rows."""
         return {n: e.seconds for n, e in [*self._kinds.get(kind, {}).items()] if e.tries >= TRIES}
 
