@@ -2,6 +2,10 @@
 
     python -m benchmarks.choice_of_k [target=llama-3-8b-shape] [draft=eagle3] [draft.num_speculative_tokens=7]
                                      [batch_sizes=[1,8,32,128]] [rates=[0.05,0.3,0.6,0.9]] [steps=150]
+                                     [queue=8] [new_tokens=128] [verify.odd_acceptance_rate=0.9]
+
+With ``verify.odd_acceptance_rate``, every other sequence has that probability and the others ``rates``. With
+``queue=8``, eight batches of sequences of ``new_tokens`` wait, so that another one begins where one ends.
 
 All numbers of drafts are steps of one decoder, whose choice is set from outside for those that are fixed; plain
 decoding is a decoder of its own. Each is decoded once before it is measured, in which costs are learned and graphs
@@ -27,6 +31,8 @@ from specgraph.bench.steps import head_of, needed_length, random_prompts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, load_config
 from specgraph.runtime.decoder import SpeculativeDecoder
+from specgraph.runtime.schedule import recent_acceptance
+from specgraph.runtime.schedule.num_drafts import Choice
 from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance, choices
 
 DEFAULTS = {
@@ -41,15 +47,21 @@ class ChoiceConfig(BenchConfig):
 
     rates: list[float] = field(default_factory=lambda: [0.05, 0.3, 0.6, 0.9])
     """Probabilities that a draft is accepted; each is measured."""
+    queue: int = 0
+    """How many times as many sequences as a batch has are decoded; 0: a batch that stays together."""
+    new_tokens: int = 128
+    """Of each sequence that comes from a queue."""
 
 
-def tokens_per_second(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: BenchConfig) -> float:
-    """Of the second half of ``steps`` behind the prompts."""
-    steps, longest = options.steps, decoder.config.max_length or 0
-    stream = decoder.stream(prompts, max_new_tokens=longest - options.prompt_length, eos_token_id=[], temperature=0)
+def tokens_per_second(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: ChoiceConfig) -> float:
+    """Of the second half of ``steps`` behind the first prompts."""
+    steps, longest = options.steps, (decoder.config.max_length or 0) - options.prompt_length
+    prompts, length = [*prompts] * max(1, options.queue), options.new_tokens if options.queue else longest
+    seeds = [*range(len(prompts))]
+    stream = decoder.stream(prompts, max_new_tokens=length, eos_token_id=[], temperature=0, seed=seeds)
     emitted, done, begin = 0, 0, 0.0
     for chunk in stream:
-        done += done > 0 or all(chunk.tokens)
+        done += done > 0 or any(chunk.tokens)
         emitted += sum(map(len, chunk.tokens)) if done > steps // 2 + 1 else 0
         if done == steps // 2 + 1:
             begin = time.perf_counter()
@@ -60,15 +72,15 @@ def tokens_per_second(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], op
     return emitted / seconds
 
 
-def second_time(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: BenchConfig) -> float:
+def second_time(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: ChoiceConfig) -> float:
     """Tokens per second where everything has been decoded once before."""
     tokens_per_second(decoder, prompts, options)
     return tokens_per_second(decoder, prompts, options)
 
 
-def always(k: int) -> Callable[..., int | None]:
+def always(k: int) -> Callable[..., Choice]:
     """A choice that falls on K whatever was accepted."""
-    return lambda worth, *_: k if k < worth.choices[-1] else None
+    return lambda worth, *_: Choice(k if k < worth.choices[-1] else None)
 
 
 def compiled(model: PreTrainedModel, options: BenchConfig, config: Config) -> SpeculativeDecoder:
@@ -78,20 +90,28 @@ def compiled(model: PreTrainedModel, options: BenchConfig, config: Config) -> Sp
     return compile_speculative(model, own, draft=head_of(model, own))
 
 
-def compare(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: BenchConfig, plain: float) -> str:
+def compare(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: ChoiceConfig, plain: float) -> str:
     """A line about one batch, for whose plain decoding tokens per second are given."""
     choose, fixed = RecentAcceptance.choose, {}
     for k in choices(decoder.config.draft.num_speculative_tokens):
         RecentAcceptance.choose = always(k)  # type: ignore[method-assign]
         fixed[k] = second_time(decoder, prompts, options)
     RecentAcceptance.choose = choose  # type: ignore[method-assign]
+    if decoder.config.verify.odd_acceptance_rate is not None:
+        packed_rows, recent_acceptance._packed_rows = recent_acceptance._packed_rows, lambda *_: []  # type: ignore[assignment, misc]
+        together = second_time(decoder, prompts, options)
+        recent_acceptance._packed_rows = packed_rows
+        print(f"one K for all sequences of a step: {together / plain:.3f} of plain;", end=" ")
     tokens_per_second(decoder, prompts, options)
     before = Counter(decoder._engines.chosen)
     auto, best = tokens_per_second(decoder, prompts, options), max(fixed, key=fixed.__getitem__)
     chosen = ", ".join(f"{k}: {n}" for k, n in sorted((decoder._engines.chosen - before).items()))
     table = " ".join(f"{k}: {value / plain:.3f}" for k, value in fixed.items())
     ratios = f"{auto / plain:.3f}, of the best (K = {best}) {auto / fixed[best]:.3f}"
-    return f"plain {plain:.1f}; of plain {table}; auto {ratios}; chosen {chosen}"
+    costs = decoder._engines.costs
+    known = {o: seconds for kind in costs._kinds for o, seconds in costs.known(kind).items() if o.rows}
+    packed = ", ".join(f"{o.drafts}/{o.rows}: {1e3 * known[o]:.2f}" for o in sorted(known))
+    return f"plain {plain:.1f}; of plain {table}; auto {ratios}; chosen {chosen}; ms of packed steps (K/rows) {packed}"
 
 
 def main(words: Sequence[str]) -> None:

@@ -32,11 +32,13 @@ class InsertVerify(Pass, requires={"kv_cache", "draft"}, ensures={"verify"}, inv
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     acceptance_rate: float = 0.7
+    odd_acceptance_rate: float | None = None
 
     def __post_init__(self) -> None:
         check_option_rule(self.name, self.rule)
-        if not 0 <= self.acceptance_rate <= 1:
-            raise ConfigError(f"insert_verify: acceptance_rate must be in [0, 1], got {self.acceptance_rate}.")
+        for name in ("acceptance_rate", "odd_acceptance_rate"):
+            if not 0 <= (getattr(self, name) or 0.0) <= 1:
+                raise ConfigError(f"insert_verify: {name} must be in [0, 1], got {getattr(self, name)}.")
         if self.posterior_threshold < 0 or self.posterior_alpha < 0:
             raise ConfigError("insert_verify: posterior_threshold and posterior_alpha must be 0 or more.")
 
@@ -103,6 +105,8 @@ class InsertVerify(Pass, requires={"kv_cache", "draft"}, ensures={"verify"}, inv
             "posterior_alpha": self.posterior_alpha,
             "acceptance_rate": self.acceptance_rate,
         }
+        if self.odd_acceptance_rate is not None:
+            options["odd_acceptance_rate"] = self.odd_acceptance_rate
         if "draft_logits" not in program.inputs:
             return None, None, options
         if POINT_MASS in program.inputs:

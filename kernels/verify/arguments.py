@@ -51,6 +51,7 @@ class Verify:
             one, whose drafts are point masses. None: N is B, and sequence b has row b.
         raw_logits: ``[B, R, V]`` of any float dtype: the logits before :mod:`specgraph.kernels.processors` changed
             them, which ``raw`` log-probabilities are of. None: ``logits``.
+        odd_acceptance_rate: as ``acceptance_rate``, of sequences with an odd seed. None: the same.
     """
 
     logits: Tensor
@@ -73,6 +74,7 @@ class Verify:
     acceptance_rate: float = 0.7
     draft_rows: Tensor | None = None
     raw_logits: Tensor | None = None
+    odd_acceptance_rate: float | None = None
 
 
 class Verified(NamedTuple):
@@ -149,5 +151,6 @@ def _check_options(given: Verify) -> None:
     threshold, alpha = given.posterior_threshold, given.posterior_alpha
     if threshold < 0 or alpha < 0:
         raise ValueError(f"posterior_threshold and posterior_alpha must not be negative; got {threshold} and {alpha}.")
-    if not 0 <= given.acceptance_rate <= 1:
-        raise ValueError(f"acceptance_rate must be in [0, 1]; got {given.acceptance_rate}.")
+    for name in ("acceptance_rate", "odd_acceptance_rate"):
+        if not 0 <= (getattr(given, name) or 0.0) <= 1:
+            raise ValueError(f"{name} must be in [0, 1]; got {getattr(given, name)}.")

@@ -144,9 +144,16 @@ def _typical_chances(target_probs: Tensor, token: Tensor, threshold: float, alph
     return (_at(target_probs, token) > bound).to(target_probs.dtype)
 
 
+def _rates(processed: Tensor, seeds: Tensor, rate: float, odd: float | None) -> Tensor:
+    """The probabilities ``[B, 1]`` of ``synthetic``."""
+    even = torch.full_like(processed[:, 0, :1], rate)
+    return even if odd is None else even.where(seeds.unsqueeze(1) % 2 == 0, odd)
+
+
 def row_chances(
     processed: Tensor, draft_logits: Tensor | None, rows: _Rows, rule: str, target_to_draft: Tensor | None,
-    point_mass: Tensor | None, posterior_threshold: float, posterior_alpha: float, acceptance_rate: float,
+    point_mass: Tensor | None, posterior_threshold: float, posterior_alpha: float,
+    acceptance_rate: float | Tensor,
 ) -> Tensor:
     """The probabilities ``[B, R]`` with which :func:`accept` compares its uniforms, one per row of logits.
 
@@ -154,7 +161,7 @@ def row_chances(
     the chances of each draft, given that those before it are accepted. ``strict`` draws no uniforms and has no chances.
     """
     if rule == "synthetic":
-        return torch.full_like(processed[..., 0], acceptance_rate)
+        return torch.zeros_like(processed[..., 0]) + acceptance_rate
     probs = processed.softmax(-1)
     if rule == "typical":
         return _typical_chances(probs, rows.draft, posterior_threshold, posterior_alpha)
@@ -181,6 +188,7 @@ def accept(
     posterior_threshold: float = 0.09,
     posterior_alpha: float = 0.3,
     acceptance_rate: float = 0.7,
+    odd_acceptance_rate: float | None = None,
 ) -> Tensor:
     """How many of the draft tokens of each sequence are accepted, forced ones included.
 
@@ -195,7 +203,7 @@ def accept(
         target_to_draft: int ``[V]`` as :func:`invert_vocabulary` makes it; None: ids mean the same.
         point_mass: bool ``[B]``, sequences whose drafts are point masses whatever ``draft_logits`` holds; None: none.
         posterior_threshold, posterior_alpha: the bounds of ``typical``.
-        acceptance_rate: the probability of ``synthetic``.
+        acceptance_rate: the probability of ``synthetic``; ``odd_acceptance_rate`` that of sequences with an odd seed.
 
     Returns:
         int64 ``[B]`` in ``[0, K]``.
@@ -208,9 +216,9 @@ def accept(
     if rule == "strict":
         good = sample(processed, seeds, positions.gather(1, rows.row)) == rows.draft
     else:
+        rate = acceptance_rate if seeds is None else _rates(processed, seeds, acceptance_rate, odd_acceptance_rate)
         chances = row_chances(
-            processed, draft_logits, rows, rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha,
-            acceptance_rate,
+            processed, draft_logits, rows, rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha, rate
         )
         good = uniform(seeds, STREAM_ACCEPT, *step_noise(positions, num_forced, rows.row)) < chances
     if rule == "block":

@@ -85,6 +85,7 @@ def _composed(given: Verify, process: Callable[..., Tensor], draw_next: Callable
     num_accepted = accept(
         processed, *drafts, *noise, *rows, rule=rule, **drawn, posterior_threshold=given.posterior_threshold,
         posterior_alpha=given.posterior_alpha, acceptance_rate=given.acceptance_rate,
+        odd_acceptance_rate=given.odd_acceptance_rate,
     )
     weights = residual(processed, *drafts, num_accepted, given.num_forced, given.num_rows, rule=rule, **drawn)
     token = draw_next(weights, *noise, num_accepted, given.num_forced, rule=rule)

@@ -122,7 +122,7 @@ def scan_rows(
 
 @triton.jit(do_not_specialize=["count", "width", "drafts_stride", "area"])
 def _finish(
-    given, out, draft_tokens_ptr, count, width, drafts_stride, area, threshold, alpha, rate,
+    given, out, draft_tokens_ptr, count, width, drafts_stride, area, threshold, alpha, rate, odd_rate,
     RULE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, RAW: tl.constexpr,
     SCALED: tl.constexpr, PROCESSED: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -164,6 +164,8 @@ def _finish(
     else:
         u = acceptance_uniforms(given, batch, row, forced, width)
         if RULE == SYNTHETIC:
+            if given.seeds is not None:
+                rate = tl.where(tl.load(given.seeds + batch) % 2 == 0, rate, odd_rate)
             good = u < rate
         else:
             x = floored_logits(given, line, draft, floor, needed & valid_draft)
@@ -242,9 +244,10 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     if by_step:
         verify_residual(rows, drawn_from(given), draft_tokens, out, rule == "block", sizes | common)
     else:
+        odd_rate = given.acceptance_rate if given.odd_acceptance_rate is None else given.odd_acceptance_rate
         launch(
             _finish, (batch,), rows, out, draft_tokens, count, width, draft_tokens.stride(0), area,
-            given.posterior_threshold, given.posterior_alpha, given.acceptance_rate, RULE=_RULES[rule], SCALED=scaled,
-            **common,
+            given.posterior_threshold, given.posterior_alpha, given.acceptance_rate, odd_rate, RULE=_RULES[rule],
+            SCALED=scaled, **common,
         )
     return out

@@ -30,6 +30,8 @@ class VerifyConfig:
     """typical: its factor on exp(-entropy) (delta)."""
     acceptance_rate: float = 0.7
     """synthetic: the probability that a draft is accepted."""
+    odd_acceptance_rate: float | None = None
+    """synthetic: the probability in sequences with an odd seed; null: the same."""
 
 
 @dataclass

@@ -67,9 +67,9 @@ def test_blocks_of_every_batch_size_and_division_have_the_same_bits(options: dic
         assert torch.equal(case.run(tiling=dataclasses.replace(DEFAULT, **change), **options), wanted), change
 
 
-def decoder(k: int) -> SpeculativeDecoder:
+def decoder(k: int, kind: str = "dflash") -> SpeculativeDecoder:
     model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.bfloat16).cuda()
-    config = {"draft": {"kind": "dflash", "num_speculative_tokens": k}, "debug": {"self_check": False}}
+    config = {"draft": {"kind": kind, "num_speculative_tokens": k}, "debug": {"self_check": False}}
     return specgraph.compile_speculative(model, config, draft=random_head(model, load_config(config).draft))
 
 
@@ -77,6 +77,11 @@ def decoder(k: int) -> SpeculativeDecoder:
 @pytest.mark.parametrize(("k", "count", "batch"), [(3, 50, 50), (7, 33, 33), (15, 16, 5), (1, 3, 1)])
 def test_speculation_changes_no_bit(k: int, count: int, batch: int, temperature: float) -> None:
     assert_same(run(decoder(k), count, batch, temperature), plain(temperature))
+
+
+@pytest.mark.parametrize(("k", "count", "batch"), [(3, 50, 50), (7, 16, 5)])
+def test_speculation_with_candidates_changes_no_bit(k: int, count: int, batch: int) -> None:
+    assert_same(run(decoder(k, "dflash2"), count, batch, 1.0), plain(1.0))
 
 
 @torch.no_grad()

@@ -116,7 +116,7 @@ def test_no_bit_differs_where_k_follows_the_load(kind: str) -> None:
             assert result == alone[index]
 
 
-@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "dflash", "dflash2"])
 def test_no_bit_differs_whatever_k_is_chosen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what was accepted lately, and at random, for all sequences of a step or for each."""
     decoder = made(kind, "strict", "auto")

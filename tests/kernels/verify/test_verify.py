@@ -360,6 +360,9 @@ def test_synthetic_accepts_at_its_rate() -> None:
     for rate, least, most in ((0.0, 1.0, 1.0), (1.0, 4.0, 4.0), (0.6, 2.15, 2.202)):
         mean = float(verified(**given, rule="synthetic", acceptance_rate=rate)[1].double().mean())
         assert least <= mean <= most  # 1 + 0.6 + 0.36 + 0.216 = 2.176
+    odd = given["seeds"] % 2 == 1
+    counts = verified(**given, rule="synthetic", acceptance_rate=0.0, odd_acceptance_rate=1.0)[1]
+    assert torch.equal(counts, torch.where(odd, 4, 1)) and 0.4 < float(odd.float().mean()) < 0.6
 
 
 # noise

@@ -30,7 +30,7 @@ from tests.kernels.verify.definition import verified
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPLIT = {"split": 1024, "tile": 1024}
-OPTIONS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3, "acceptance_rate": 0.7}
+OPTIONS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3, "acceptance_rate": 0.7, "odd_acceptance_rate": 0.3}
 
 
 def problem(
