@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgraph.runtime.schedule.num_drafts import Choice, ChoosesDrafts
-from specgraph.runtime.schedule.prompt_shapes import entries, padded_rows
+from specgraph.runtime.schedule.prompt_shapes import entries, padded_draft_rows
 from specgraph.runtime.schedule.sequences import ActiveSequence
 from specgraph.runtime.schedule.step_costs import StepCosts
 
 CHOICES = (0, 1, 2, 3, 5, 7, 11, 15)
 """The values of K among which a step has a choice, besides the drafter's own; each is a graph for each batch size."""
-MEAN_ROWS = (1.5, 2, 3, 4, 6, 8, 12)
+MEAN_ROWS = (1.5, 2, 2.5, 3, 4, 5, 6, 8, 12)
 """How many rows a sequence has in the mean in steps in which each has its own number, before they are rounded up."""
 FIRST = 0.7
 """What the acceptance of a draft behind accepted ones is taken to be before any is known."""
@@ -234,5 +234,5 @@ class RecentAcceptance(ChoosesDrafts):
 @functools.lru_cache(maxsize=4096)
 def _packed_rows(count: int, k: int) -> list[int]:
     """The numbers of packed rows for which steps of K are captured, between those of no drafts and of all."""
-    sizes = {padded_rows(round(mean * count)) for mean in MEAN_ROWS}
+    sizes = {padded_draft_rows(round(mean * count)) for mean in MEAN_ROWS}
     return sorted(rows for rows in sizes if count < rows < count * (k + 1))
