@@ -47,6 +47,8 @@ class ChoiceConfig(BenchConfig):
 
     rates: list[float] = field(default_factory=lambda: [0.05, 0.3, 0.6, 0.9])
     """Probabilities that a draft is accepted; each is measured."""
+    fixed: list[int] = field(default_factory=list)
+    """The fixed K that are measured; empty: all among which there is a choice."""
     queue: int = 0
     """How many times as many sequences as a batch has are decoded; 0: a batch that stays together."""
     new_tokens: int = 128
@@ -90,28 +92,27 @@ def compiled(model: PreTrainedModel, options: BenchConfig, config: Config) -> Sp
     return compile_speculative(model, own, draft=head_of(model, own))
 
 
-def compare(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: ChoiceConfig, plain: float) -> str:
-    """A line about one batch, for whose plain decoding tokens per second are given."""
+def compare(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: ChoiceConfig, plain: float) -> None:
+    """Print a line about one batch, for whose plain decoding tokens per second are given."""
     choose, fixed = RecentAcceptance.choose, {}
-    for k in choices(decoder.config.draft.num_speculative_tokens):
+    for k in options.fixed or choices(decoder.config.draft.num_speculative_tokens):
         RecentAcceptance.choose = always(k)  # type: ignore[method-assign]
         fixed[k] = second_time(decoder, prompts, options)
+        print(f"K = {k}: {fixed[k] / plain:.3f};", end=" ", flush=True)
     RecentAcceptance.choose = choose  # type: ignore[method-assign]
+    best = max(fixed, key=fixed.__getitem__)
     if decoder.config.verify.odd_acceptance_rate is not None:
         packed_rows, recent_acceptance._packed_rows = recent_acceptance._packed_rows, lambda *_: []  # type: ignore[assignment, misc]
-        together = second_time(decoder, prompts, options)
+        print(f"one chosen K for all: {second_time(decoder, prompts, options) / plain:.3f};", end=" ", flush=True)
         recent_acceptance._packed_rows = packed_rows
-        print(f"one K for all sequences of a step: {together / plain:.3f} of plain;", end=" ")
     tokens_per_second(decoder, prompts, options)
     before = Counter(decoder._engines.chosen)
-    auto, best = tokens_per_second(decoder, prompts, options), max(fixed, key=fixed.__getitem__)
+    auto = tokens_per_second(decoder, prompts, options)
     chosen = ", ".join(f"{k}: {n}" for k, n in sorted((decoder._engines.chosen - before).items()))
-    table = " ".join(f"{k}: {value / plain:.3f}" for k, value in fixed.items())
-    ratios = f"{auto / plain:.3f}, of the best (K = {best}) {auto / fixed[best]:.3f}"
     costs = decoder._engines.costs
-    known = {o: seconds for kind in costs._kinds for o, seconds in costs.known(kind).items() if o.rows}
-    packed = ", ".join(f"{o.drafts}/{o.rows}: {1e3 * known[o]:.2f}" for o in sorted(known))
-    return f"plain {plain:.1f}; of plain {table}; auto {ratios}; chosen {chosen}; ms of packed steps (K/rows) {packed}"
+    known = {o: seconds for kind in costs._kinds for o, seconds in costs.known(kind).items()}
+    table = ", ".join(f"{o.drafts}/{o.rows}: {1e3 * known[o]:.2f}" for o in sorted(known, key=str))
+    print(f"auto {auto / plain:.3f}, of the best (K = {best}) {auto / fixed[best]:.3f}; chosen {chosen}; ms {table}")
 
 
 def main(words: Sequence[str]) -> None:
@@ -129,7 +130,8 @@ def main(words: Sequence[str]) -> None:
         verify = dataclasses.replace(config.verify, acceptance_rate=rate)
         decoder = compiled(model, options, dataclasses.replace(config, draft=draft, verify=verify))
         for batch in options.batches:
-            print(f"rate {rate} batch {batch}:", compare(decoder, every[:batch], options, plain[batch]), flush=True)
+            print(f"rate {rate}, batch {batch}, plain {plain[batch]:.0f} tokens/s;", end=" ", flush=True)
+            compare(decoder, every[:batch], options, plain[batch])
 
 
 if __name__ == "__main__":

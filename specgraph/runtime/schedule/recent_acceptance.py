@@ -38,6 +38,9 @@ OWN, SHARED = 1 / 16, 1 / 256
 mean of the first ones until they have this weight."""
 UNSEEN = 1 / 64
 """The part by which the estimate of a draft that was not verified approaches that of the last one that was."""
+HOPE_AGAIN = 1 / 256
+"""The part by which the estimate of a sequence's first draft approaches 1 if it verifies none and others do, so that one
+is tried again."""
 GAIN = 1.03
 """How many times as many tokens per second another K has to promise than the one of the last steps: the first step of a
 larger K has none of the further drafts yet."""
@@ -172,6 +175,9 @@ class RecentAcceptance(ChoosesDrafts):
         if seconds is not None:
             self._costs.add(step.key, step.option, seconds, FALL)
         accepted = np.array(num_emitted, np.int64) - 1
+        if step.option.rows is not None:
+            idle = step.rows[(accepted >= 0) & (step.verified == 0)]
+            self._own[idle, 0] += HOPE_AGAIN * (1 - self._own[idle, 0])
         real = (accepted >= 0) & (step.verified > 0)
         if not real.any():
             return
@@ -213,15 +219,12 @@ class RecentAcceptance(ChoosesDrafts):
             rates[Option(k)] = (count + survival[:, :k].sum()) / cost
         if not self._ragged:
             return rates
-        # What is longer about a step than the rows that it runs of each sequence in the mean are drafts that are made.
-        # One costs no more than a step takes longer that also verifies it.
-        longer = [(o.drafts + 1, o.rows / count, cost) for o, cost in known.items() if o.rows is not None]
-        made = [(cost - np.interp(mean, widths, seconds)) / (width - mean) for width, mean, cost in longer]
-        making = float(np.mean(made)) if made else MAKING * float((np.diff(seconds) / np.diff(widths)).min())
+        # A step takes what its rows take, and a part of what a step takes longer that makes and verifies one draft more.
+        making = max(0.0, MAKING * float((np.diff(seconds) / np.diff(widths)).min()))
         for k in self.choices[1:]:
             gains = -np.sort(-survival[:, :k], axis=None).cumsum()
             for rows in _packed_rows(count, k):
-                foreseen = np.interp(rows / count, widths, seconds) + max(0.0, making) * (k + 1 - rows / count)
+                foreseen = np.interp(rows / count, widths, seconds) + making * (k + 1 - rows / count)
                 rates[Option(k, rows)] = (count + gains[rows - count - 1]) / (known.get(Option(k, rows)) or foreseen)
         return rates
 
