@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specgraph.runtime.schedule.prompt_shapes import (
-    MOST_ROWS, captured_width, entries, num_together, padded_draft_rows, padded_rows,
-)  # fmt: skip
+from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, captured_width, entries, num_together, padded_rows
 
 class Chunk(NamedTuple):
     """A window of prompt tokens, still on the host.
@@ -39,10 +37,8 @@ class Chunk(NamedTuple):
     def captured_shape(self, num_state_rows: int) -> tuple[int, int, int]:
         """The sequences, the columns, and the packed rows of the graph that runs it, where a state has so many rows."""
         count, width = entries(len(self.state_rows), num_state_rows), self.inputs.shape[1] - 3
-        if not self.forced:
-            return count, width, padded_draft_rows(self.num_rows)
-        joint = len(self.state_rows) > len(self.forced)
-        return count, captured_width(width, count), padded_rows(self.num_rows, joint=joint)
+        joint = len(self.state_rows) > len(self.forced) > 0
+        return count, captured_width(width, count) if self.forced else width, padded_rows(self.num_rows, joint=joint)
 
 
 @dataclass

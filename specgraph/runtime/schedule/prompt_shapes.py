@@ -57,15 +57,6 @@ def padded_rows(rows: int, *, joint: bool = False) -> int:
     return -(-rows // grain) * grain
 
 
-def padded_draft_rows(rows: int) -> int:
-    """As :func:`padded_rows`, for a step in which sequences verify different numbers of drafts, and nothing else.
-
-    What it verifies is chosen to fill these rows, so finer steps lose nothing.
-    """
-    grain = max(LEAST_ROWS, power_of_two(rows) // _WIDTHS_PER_OCTAVE)
-    return -(-rows // grain) * grain
-
-
 def captured_width(width: int, count: int) -> int:
     """For which width of the window a step is captured, where ``count`` sequences have up to ``width`` columns.
 

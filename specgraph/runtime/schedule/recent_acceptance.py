@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgraph.runtime.schedule.num_drafts import Choice, ChoosesDrafts
-from specgraph.runtime.schedule.prompt_shapes import entries, padded_draft_rows
+from specgraph.runtime.schedule.prompt_shapes import entries, padded_rows
 from specgraph.runtime.schedule.sequences import ActiveSequence
 from specgraph.runtime.schedule.step_costs import StepCosts
 
 CHOICES = (0, 1, 2, 3, 5, 7, 11, 15)
 """The values of K among which a step has a choice, besides the drafter's own; each is a graph for each batch size."""
-MEAN_ROWS = (1.5, 2, 2.5, 3, 4, 5, 6, 8, 12)
+MEAN_ROWS = (1.5, 2, 3, 4, 6, 8, 12)
 """How many rows a sequence has in the mean in steps in which each has its own number, before they are rounded up."""
 FIRST = 0.7
 """What the acceptance of a draft behind accepted ones is taken to be before any is known."""
@@ -41,9 +41,9 @@ UNSEEN = 1 / 64
 HOPE_AGAIN = 1 / 256
 """The part by which the estimate of a sequence's first draft approaches 1 if it verifies none and others do, so that one
 is tried again."""
-GAIN = 1.03
-"""How many times as many tokens per second another K has to promise than the one of the last steps: the first step of a
-larger K has none of the further drafts yet."""
+GAIN, GAIN_UNTRIED = 1.03, 1.08
+"""How many times as many tokens per second another option has to promise than that of the last steps: the first step of
+a larger K has none of the further drafts yet, and one that was not tried is captured first, which takes a second or so."""
 MAKING = 0.25
 """Which part of the time for one more draft is for making it, and not for verifying it, before any step has shown."""
 HOPE = 0.95
@@ -201,10 +201,8 @@ class RecentAcceptance(ChoosesDrafts):
         if self._again:
             self._again -= 1
             return Option(self.choices[1])
-        rates = self._rates(survival, known)
-        best, last = max(rates, key=rates.__getitem__), self._last.get(key, Option(most))
-        if rates[best] <= GAIN * rates.get(last, 0.0):
-            best = last
+        rates, last = self._rates(survival, known), self._last.get(key, Option(most))
+        best = max(rates, key=lambda o: rates[o] / (1.0 if o == last else GAIN if o in known else GAIN_UNTRIED))
         self._steps_without = 0 if best.drafts else self._steps_without + 1
         if self._steps_without > max(AGAIN, AGAIN_FOR * self._price_of_one(known) / AGAIN_SHARE):
             self._steps_without, self._again = 0, AGAIN_FOR
@@ -237,5 +235,5 @@ class RecentAcceptance(ChoosesDrafts):
 @functools.lru_cache(maxsize=4096)
 def _packed_rows(count: int, k: int) -> list[int]:
     """The numbers of packed rows for which steps of K are captured, between those of no drafts and of all."""
-    sizes = {padded_draft_rows(round(mean * count)) for mean in MEAN_ROWS}
+    sizes = {padded_rows(round(mean * count)) for mean in MEAN_ROWS}
     return sorted(rows for rows in sizes if count < rows < count * (k + 1))
