@@ -41,7 +41,7 @@ def limit_window(draft: Draft, window: int) -> Draft:
         )
     note = f"draft.window: {sum(limited)} of the drafter's {len(limited)} attention layers see {window} tokens at most"
     note += "" if all(limited) else ", and the others keep their own window, which is no larger"
-    note += f"; {recurrent} recurrent layers have no window" if recurrent else ""
+    note += f"; {recurrent} recurrent ops have no window" if recurrent else ""
     return replace(draft, drafter=replace(drafter, modules=modules), notes=(*draft.notes, note))
 
 
