@@ -122,7 +122,7 @@ def train_head(kind: str, model: LlamaForCausalLM, options: Options, folder: str
     cfg = HeadTrainConfig(draft=kind, output=f"{folder}/{kind}", eval_drafts=options.drafts, chain=chain, optim=optim)
     drawn = Texts(options.copied, seed=1).draw(1024, options.head_length).tolist()
     learned, heldout = [Encoded(ids, 1) for ids in drawn[:-8]], [Encoded(ids, 1) for ids in drawn[-8:]]
-    head, teacher = build_head(model, cfg, PAD, learned), None
+    head = build_head(model, cfg, PAD, learned)
     teacher = Teacher(model, head.features)
     head.module.match_scale(teacher(torch.tensor(drawn[-2:], device=model.device)).hidden)
     _, measured = HeadLoop(ChainLoss(head, options.drafts, 0.0), teacher, cfg, lambda: None).run(learned, heldout, PAD)
