@@ -94,7 +94,7 @@ def train_target(options: Options, device: torch.device) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size,
         num_hidden_layers=options.layers, num_attention_heads=heads, num_key_value_heads=max(1, heads // 2),
-        max_position_embeddings=2 * max(options.contexts), tie_word_embeddings=True, pad_token_id=PAD,
+        max_position_embeddings=1024 + 2 * max(options.contexts), tie_word_embeddings=True, pad_token_id=PAD,
         bos_token_id=None, eos_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(device)

@@ -114,7 +114,7 @@ def emitted(session: Session, prompt: Tensor, count: int) -> Tensor:
     return torch.tensor([*prompt.tolist(), *(token for event in session for token in event.tokens)])
 
 
-@pytest.mark.parametrize("drafter", ["draft_model", "eagle3", "mtp, 3 chained", "mtp, 3 target-fed", "dflash"])
+@pytest.mark.parametrize("drafter", ["draft_model", "mtp, 3 chained", "dflash"])
 def test_shorter_sequences_share_what_longer_ones_have_cached(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have crossed the limit, and those that began behind it."""
     decoder, long = limited(drafter, rule="probabilistic"), ragged_prompts((30,), vocab=VOCAB)[0]
