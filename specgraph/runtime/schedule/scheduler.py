@@ -92,12 +92,12 @@ class Scheduler:
         decoding = sorted(
             [s for s in running if s.phase is Phase.DECODE and s.tokens_left > 0], key=attrgetter("state_row")
         )
+        too_long = self._all_too_long([*pending, *decoding])
         if pending and decoding and not self._policy.joint:
             if self._policy.fair and self._ran_prompts:
                 pending = {}
             else:
                 decoding = []
-        too_long = self._all_too_long([*pending, *decoding])
         drafts = 0 if too_long else self._choose_drafts(decoding) if decoding else None
         prompts = self._prompts(pending, decoding, self._width if drafts is None else drafts + 1, decodes=decodes)
         going_on = frozenset(s for s, count in prompts.items() if count < pending[s].left)
