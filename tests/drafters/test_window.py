@@ -22,8 +22,9 @@ from specgraph.ir.program import Program
 from specgraph.ir.state import State
 from tests import harness
 from tests.decoding import CONFIG, compiled
+from tests.detectors import check_fresh_drafts
 from tests.drafters.test_matrix import DRAFTERS, PROMPTS, VOCAB, draft, heads_exported_once, model
-from tests.harness import PlantBug, blank_state, draft_caches, drafting_config, drafting_stage
+from tests.harness import PlantBug, blank_state, draft_caches, drafting_config, drafting_stage, forced_run
 from tests.models import ragged_prompts, shared_model
 from tests.runtime.test_k_by_load import captured
 from tests.runtime.test_prefixes import PROMPTS as SHARING
@@ -163,6 +164,15 @@ def test_drafts_see_the_window_and_nothing_in_front_of_it(drafter: str, window: 
             broken = drafting_stage(windowed(drafter, wrong, "probabilistic"))
             with pytest.raises(AssertionError):
                 check_sight(broken, window)
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "peagle", "mtp, 3 chained", "dflash"])
+def test_drafts_do_not_tell_what_was_accepted_and_rejected_before(drafter: str) -> None:
+    """They are those of each sequence alone in a new state, with all of its tokens in one call."""
+    stage = drafting_stage(windowed(drafter, 4))
+    run = forced_run(stage, ragged_prompts((3, 9, 5), vocab=VOCAB), (48, 41, 23), seed=0, alphabet=VOCAB)
+    assert {0, K} <= set(run.accept_counts)
+    check_fresh_drafts(run)
 
 
 # What has a window, and what has none
