@@ -14,7 +14,7 @@ from torch import fx
 
 from specgraph.drafters.step import POINT_MASS, SAMPLING, VERIFIED, DraftStep
 from specgraph.errors import ConfigError, PassError
-from specgraph.ir.graphs import constant
+from specgraph.ir.graphs import calls, constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
 from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer
@@ -26,13 +26,15 @@ VERIFY = torch.ops.specgraph.verify.default
 
 @dataclass(frozen=True)
 class InsertVerify(Pass, requires={"kv_cache", "draft"}, ensures={"verify"}, invalidates={"draft"}):
-    """Options: ``rule`` and the options of the rules, as :class:`~specgraph.kernels.verify.Verify` describes them."""
+    """Options: ``rule`` and the options of the rules, as :class:`~specgraph.kernels.verify.Verify` describes them;
+    ``max_context``, the tokens that a sequence has at most where it drafts, None for any number."""
 
     rule: str = "strict"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     acceptance_rate: float = 0.7
     odd_acceptance_rate: float | None = None
+    max_context: int | None = None
 
     def __post_init__(self) -> None:
         check_option_rule(self.name, self.rule)
@@ -131,3 +133,6 @@ class InsertVerify(Pass, requires={"kv_cache", "draft"}, ensures={"verify"}, inv
         start, *rows, limit, ends = map(program.input, ("start", "num_rows", "num_forced", "max_length", "eos_ids"))
         given = program.placeholder("next_window", window), start, *rows, emitted, num_emitted, drafts, limit, ends
         insert(program.graph.output_node(), step.advance_, given, name="advance")
+        if self.max_context is not None:
+            for node in (*calls(program.graph, step.advance_), *calls(program.graph, step.drafts_wanted)):
+                node.update_kwarg("max_context", self.max_context)

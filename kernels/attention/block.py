@@ -97,15 +97,20 @@ def paged_block_attention_reference(given: PagedBlockAttention) -> Tensor:
         q, k = (attention.rotate(x, given.cos, given.sin) for x in (q, k))
     first = positions[:, :1]
     length = int(first.max().clamp_min(0))
-    cached = torch.arange(length, device=q.device).expand(len(positions), -1)
+    # Whole pages in front of all windows are not read.
+    unseen = 0 if given.window is None else max(0, int(first.min()) - given.window) // given.k_cache.shape[1]
+    begin = unseen * given.k_cache.shape[1]
+    cached = torch.arange(begin, length, device=q.device).expand(len(positions), -1)
     keys, values = (
         # Zero times an old NaN would be NaN, so what is not read becomes zero.
-        attention.read_cache(cache, given.block_table, length).masked_fill((cached >= first)[:, None, :, None], 0)
+        attention.read_cache(cache, given.block_table[:, unseen:], length - begin).masked_fill(
+            (cached >= first)[:, None, :, None], 0
+        )
         for cache in (given.k_cache, given.v_cache)
     )
     places = torch.cat([cached, positions], 1)
     visible = sees(positions, places, given)
-    visible[:, :, :length] &= (cached < first).unsqueeze(1)
+    visible[:, :, : length - begin] &= (cached < first).unsqueeze(1)
     return attention.attend(
         q, torch.cat([keys, k], 2), torch.cat([values, given.v], 2), visible, given.sinks, given.scale, None
     )

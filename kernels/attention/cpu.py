@@ -82,13 +82,15 @@ def _real(slots: list[int]) -> Span:
 def _attend(given: PagedAttention, b: int, rows: Span, pages: list[int], start: int) -> Tensor:
     """Attention ``[T, Hq, Dv]`` of the real ``rows`` of sequence ``b``, whose row 0 is at position ``start``."""
     first, end = rows
-    own = pages[: -(-(start + end) // given.k_cache.shape[1])]
-    keys, values = (_cached(cache, own, start + end) for cache in (given.k_cache, given.v_cache))
+    size, window = given.k_cache.shape[1], given.window
+    unseen = 0 if window is None else max(0, start + first + 1 - window) // size  # pages that are not read
+    own = pages[unseen : -(-(start + end) // size)]
+    keys, values = (_cached(cache, own, start + end - unseen * size) for cache in (given.k_cache, given.v_cache))
     return _over(given.q[b, :, first:end], keys, values, given.scale, given.window).transpose(0, 1)
 
 
 def _cached(cache: Tensor, pages: list[int], length: int) -> Tensor:
-    """The first ``length`` rows of a sequence that has these pages, ``[H, S, D]``."""
+    """The first ``length`` rows of these pages of a sequence, ``[H, S, D]``."""
     if pages == list(range(pages[0], pages[0] + len(pages))):
         own = cache.narrow(0, pages[0], len(pages))
     else:

@@ -38,15 +38,17 @@ def in_draft_vocabulary(logits: Tensor, draft_to_target: Tensor, target_vocab_si
 
 def drafts_wanted(
     window: Tensor, start: Tensor, num_rows: Tensor, num_forced: Tensor, emitted: Tensor, num_emitted: Tensor,
-    max_length: Tensor, eos_ids: Tensor,
+    max_length: Tensor, eos_ids: Tensor, max_context: int | None = None,
 ) -> Tensor:
     """The most drafts ``[B]`` that the next step can verify of each sequence, as :func:`advance_` limits them.
 
     There are none, and the number may be below 0, for a sequence that has met an EOS, that has no room for more than
-    one token, that emitted nothing, or whose prompt goes on.
+    one token, that emitted nothing, whose prompt goes on, or that has more than ``max_context`` tokens.
     """
     ended = (last_accepted(window, emitted, num_emitted) == eos_ids).any(1)
     inside = (num_emitted > 0) & (num_forced < num_rows) & ~ended
+    if max_context is not None:
+        inside = inside & (start + num_emitted < max_context)
     return torch.where(inside, max_length - start - num_emitted - 2, 0)
 
 

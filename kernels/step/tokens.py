@@ -19,6 +19,7 @@ from specgraph.kernels.step.writes import writes
 NAN_FOUND = -1
 """Says of a sequence that its logits have a NaN."""
 _NOTHING = tl.constexpr(0x7FFFFFFF)
+_NO_LIMIT = 0x7FFFFFF0  # a multiple of 16, as most limits are: a kernel is compiled for these, and another for others
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Advance:
     most ``K`` columns in all, and -1 where there is no draft; there is none in columns that are not given).
     ``num_rows`` becomes the number of its real rows. It is limited such that no token gets a position at ``max_length``
     or beyond, and is 0 for a sequence that met an EOS. Sequences that emitted nothing keep their window and position.
+    A sequence of more than ``max_context`` tokens has no drafts.
     """
 
     next_window: Tensor
@@ -40,6 +42,7 @@ class Advance:
     drafts: list[Tensor]
     max_length: Tensor
     eos_ids: Tensor
+    max_context: int | None = None
 
 
 def bad_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tensor) -> Tensor:
@@ -82,6 +85,8 @@ def advance_reference(given: Advance) -> None:
     window = torch.cat([last, *given.drafts], dim=1)
     window = torch.nn.functional.pad(window, (0, given.next_window.shape[1] - window.shape[1]), value=-1)
     proposed = (window[:, 1:] >= 0).long().cumprod(1).sum(1)
+    if given.max_context is not None:
+        proposed = torch.where(end < given.max_context, proposed, 0)
     rows = torch.minimum(proposed + 1, given.max_length - 1 - end).clamp_min(0)
     given.next_window.copy_(torch.where(active.unsqueeze(1), window.clamp_min(0), given.next_window))
     given.num_rows.copy_(torch.where(active & ~ended, rows, 0))
@@ -104,6 +109,8 @@ def advance_cpu(given: Advance) -> None:
         starts[b] += count
         if not (count > forced and last in ends[b]):
             until_none = next((index for index, token in enumerate(proposed) if token < 0), len(proposed))
+            if given.max_context is not None and starts[b] >= given.max_context:
+                until_none = 0
             rows[b] = max(0, min(until_none + 1, longest - 1 - starts[b]))
     for buffer, values in ((given.next_window, windows), (given.start, starts), (given.num_rows, rows)):
         buffer.copy_(buffer.new_tensor(values))
@@ -142,6 +149,7 @@ def cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def _advance_kernel(
     next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids, width, count,
+    max_context,
     NUM_EOS: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """One sequence per program."""
@@ -158,8 +166,9 @@ def _advance_kernel(
     for index in range(NUM_EOS):
         ended = ended | (last == tl.load(eos_ids + b * NUM_EOS + index))
     ended = ended & (accepted > tl.load(num_forced + b))
-    # ---- num_rows = 1 + the drafts up to the first -1, as far as max_length leaves room
+    # ---- num_rows = 1 + the drafts up to the first -1, as far as max_length leaves room; none behind max_context
     proposed = tl.min(tl.where(draft < 0, k, BLOCK), axis=0)
+    proposed = tl.where(end < max_context, proposed, 0)
     rows = tl.maximum(tl.minimum(proposed + 1, tl.load(max_length + b) - 1 - end), 0)
     active = accepted > 0
     gdc_launch_dependents(PDL)
@@ -181,6 +190,7 @@ def advance_triton(given: Advance) -> None:
     launch(
         _advance_kernel, (batch,), *state, *contiguous(given, "emitted", "num_emitted"), drafts,
         *contiguous(given, "max_length", "eos_ids"), given.emitted.shape[1], count,
+        _NO_LIMIT if given.max_context is None else given.max_context,
         NUM_EOS=given.eos_ids.shape[1], WIDTHS=widths, STRIDES=strides, BLOCK=triton.next_power_of_2(count + 1),
         num_warps=1,
     )

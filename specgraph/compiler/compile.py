@@ -116,6 +116,8 @@ def compile_speculative(
         progress.advance(1, "loading and tracing the draft")
         made = make_draft(config, Target(model, target, limits.max_length, config.verify.rule), draft)
         check_adaptive(config, made.drafter)
+        if config.draft.max_context is not None:
+            notes.append(f"draft.max_context: a sequence of more than {config.draft.max_context} tokens has no drafts")
         notes += [*made.notes, f"lowering: {lowering}, because {reason}"]
         progress.advance(1, "comparing cached decoding with the model")
         if config.debug.self_check:
@@ -161,7 +163,12 @@ def _all_stages(
 
 
 def check_adaptive(config: Config, drafter: Drafter) -> None:
-    """Refuse ``draft.adaptive`` where there are no drafts of which there could be more or fewer."""
+    """Refuse what says how many drafts there are, where there are none."""
+    if config.draft.max_context is not None and not drafter.num_speculative_tokens:
+        raise ConfigError(
+            f"draft.max_context={config.draft.max_context} says how long a sequence may be that has drafts, and the "
+            f"drafter {drafter.name} makes none. Leave it out, or choose a drafter."
+        )
     if config.draft.adaptive and not drafter.num_speculative_tokens:
         raise ConfigError(
             f"draft.adaptive=true chooses how many drafts a step verifies, and the drafter {drafter.name} makes none. "

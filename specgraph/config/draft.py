@@ -47,12 +47,20 @@ class DraftConfig:
     """For `first`: how many tokens at the end of a sequence must have occurred in it before. A smaller number suits a
     weak drafter."""
 
+    window: int | None = None
+    """How many tokens the attention of the drafter sees at most, also in a draft that was trained without a window; one
+    that has a smaller window keeps it. null: as the draft says."""
+    max_context: int | None = None
+    """A sequence of more tokens than this, its prompt among them, decodes without drafts. null: none is too long."""
+
     trains: ClassVar[tuple[str, ...]] = ()
     """The values of ``train draft=`` that train a head of this drafter."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` for a value that has the right type but that the drafter does not allow."""
         at_least_one("draft.num_speculative_tokens", self.num_speculative_tokens)
+        at_least_one("draft.window", self.window)
+        at_least_one("draft.max_context", self.max_context)
 
 
 @dataclass

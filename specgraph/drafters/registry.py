@@ -19,6 +19,7 @@ from specgraph.config import Config
 from specgraph.config.draft import LOOKUPS, DraftConfig
 from specgraph.config.drafters import drafter_kinds, drafter_options, own_drafter
 from specgraph.drafters.base import Draft, Drafter, DraftLike, Target
+from specgraph.drafters.window import limit_window
 from specgraph.errors import ConfigError
 
 
@@ -150,4 +151,5 @@ def _shown(given: DraftLike) -> str:
 def make_draft(config: Config, target: Target, draft: DraftLike | None) -> Draft:
     """Bind the configured drafter to a traced target; ``config`` and ``draft`` are results of :func:`with_draft`."""
     options: Any = drafter_options(config.draft)
-    return drafter_class(config.draft.kind).make(options, target, draft)
+    made = drafter_class(config.draft.kind).make(options, target, draft)
+    return made if options.window is None else limit_window(made, options.window)

@@ -16,6 +16,7 @@ class Mode(NamedTuple):
         packed: whether its modules run packed rows, as steps that run prompts do.
         traced: whether it says how probable drafts are.
         ahead: whether it makes as many drafts as it can, however many it verifies.
+        plain: whether it leaves the drafter out, because none of its sequences has drafts any more.
     """
 
     logprobs: str = "none"
@@ -25,3 +26,4 @@ class Mode(NamedTuple):
     packed: bool = False
     traced: bool = False
     ahead: bool = False
+    plain: bool = False

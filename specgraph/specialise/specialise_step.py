@@ -9,6 +9,8 @@ follow from its width. The next window takes the first K drafts. What only made 
 rows nobody reads later (``scratch``), modules that write nothing, and draws. What brings the drafter's cache to the
 accepted prefix stays, so the drafts after a time with a smaller K are those that a larger one would have made. Of a
 module whose results nobody reads any more, only what it writes is computed: without drafts, those are keys and values.
+Where no sequence of the step has drafts any more (``draft.max_context``), the drafter's modules go, and its cache stays
+behind.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import fx
 from specgraph.errors import ConfigError
 from specgraph.ir.drafter import SCRATCH
 from specgraph.ir.graphs import arguments, calls, remove_dead_code, set_argument, written_by
-from specgraph.ir.program import Program
+from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.kernels import step
 from specgraph.kernels.step import WRITES
 from specgraph.kernels.verify.arguments import LOGPROBS
@@ -40,11 +42,12 @@ ABOUT_DRAFTS = (step.keep_confidence_, step.keep_point_mass_)
 @dataclass(frozen=True)
 class SpecialiseStep(Pass, requires={"verify", "grid"}, invalidates={"processors"}):
     """Options: ``logprobs``, ``none``, ``raw`` or ``processed``; ``unused``, names of inputs to do without; ``drafts``,
-    how many of the drafter's K are made and verified, None for all."""
+    how many of the drafter's K are made and verified, None for all; ``plain``, whether the drafter is left out."""
 
     logprobs: str = "none"
     unused: tuple[str, ...] = ()
     drafts: int | None = None
+    plain: bool = False
 
     def __post_init__(self) -> None:
         if self.logprobs not in LOGPROBS:
@@ -59,6 +62,8 @@ class SpecialiseStep(Pass, requires={"verify", "grid"}, invalidates={"processors
             node.args = fx.map_arg(node.args, lambda arg: None if arg in left_out else arg)
         # Before fewer drafts are made, since what a drafter reads of the tokens shows that it keeps them for itself.
         _drop_processors(program)
+        if self.plain:
+            _leave_drafter_out(program)
         notes = () if self.drafts is None else (_make_fewer(program, self.drafts),)
         drop_unread(program)
         given = [node for node in program.graph.nodes if "logprobs" in node.kwargs]
@@ -104,6 +109,13 @@ def _make_fewer(program: Program, count: int) -> str:
     gone = _sweep(program, count)
     trimmed = "".join(f"; of {name} what it writes" for name in _drop_results(program))
     return f"{count} of {most} drafts; {gone.count('draft')} draft calls left out{trimmed}"
+
+
+def _leave_drafter_out(program: Program) -> None:
+    """Mark all that the drafter keeps as read by nobody."""
+    for node in program.graph.find_nodes(op="call_module"):
+        if node.target not in TARGET_MODULES:
+            node.meta[SCRATCH] = True
 
 
 def _first(program: Program, before: fx.Node, drafts: Sequence[fx.Node], count: int) -> list[fx.Node]:

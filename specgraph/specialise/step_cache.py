@@ -64,7 +64,7 @@ class StepCache:
     def _passes(self, mode: Mode) -> Iterator[Pass]:
         if "processors" in self._program.facts and not OPTIONS.keys() <= {*mode.unused}:
             yield ProcessDrafts()
-        yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts)
+        yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts, mode.plain)
         if mode.traced:
             yield TraceStep(mode.unused)
         if mode.packed:

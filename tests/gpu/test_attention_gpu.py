@@ -90,6 +90,17 @@ def test_the_kernel_for_hopper_has_the_bits_of_the_triton_kernel(
     assert taken == [runs_gluon(found.device), False]
 
 
+@pytest.mark.parametrize("tiling", [Tiling(), Tiling(prefill=True), Tiling(prefill=True, hopper=False)])
+def test_blocks_of_keys_in_front_of_a_window_are_not_read(tiling: Tiling):
+    """The first query sees positions from 801 on, and blocks have 64 keys."""
+    some = case((1000,), (80,))
+    expected = some.run(tiling, window=200)
+    for unread in (768, 816):
+        for cache in (some.k_cache, some.v_cache):
+            cache[some.table[0, : unread // some.block_size]] = float("nan")
+        assert torch.equal(some.run(tiling, window=200), expected) == (unread == 768)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 200}], ids=["full", "window"])
 def test_rows_of_every_batch_size_have_the_same_bits(options: dict[str, Any]):
     lengths = random.Random(0)

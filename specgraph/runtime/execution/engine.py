@@ -201,12 +201,12 @@ class Engine:
     def _choose_mode(self, plan: Plan) -> None:
         """Run the variant of the step for what is planned, and for the options in use."""
         worth = self._policy.worth
-        packed, drafts, ahead = plan.packed, plan.choice.drafts, worth is not None and worth.ahead
+        packed, drafts = plan.packed, plan.choice.drafts
+        ahead = worth is not None and worth.ahead and not plan.plain
         if ahead and (packed or self._asked.traced):
             drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
-        mode = self._asked._replace(
-            unused=self._unused, drafts=drafts, paused=bool(plan.hosted), packed=packed, ahead=ahead
-        )
+        mode = self._asked._replace(unused=self._unused, drafts=drafts, paused=bool(plan.hosted), packed=packed)
+        mode = mode._replace(ahead=ahead, plain=plan.plain)
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
@@ -218,8 +218,9 @@ class Engine:
         self._choose_mode(plan)
         step = self._enqueue_packed(plan) if plan.packed else self._enqueue_decoding(plan)
         self._scheduler.ran(plan, step.results.width)
-        if (worth := self._policy.worth) is None:
+        if (worth := self._policy.worth) is None or plan.plain:
             return step
+        worth.stop([sequence.state_row for sequence in plan.decoding if self._policy.too_long(sequence)])
         rows = [sequence.state_row for sequence in plan.sequences]
         noted = worth.enqueued(self._kind(), rows, len(plan.prompts), step.results.width - 1, plan.choice.each)
         return dataclasses.replace(step, noted=noted)
@@ -228,7 +229,7 @@ class Engine:
         worth, decoding = self._policy.worth, plan.sequences
         pause, begin = self._pause(plan), time.perf_counter()
         results = self._runner.decode([s.state_row for s in decoding], pause)
-        if worth is not None and not self._asked.traced:
+        if worth is not None and not (plan.plain or self._asked.traced):
             seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
             worth.learn(self._kind(), len(decoding) * results.width, seconds)
         verified = results.width - 1 if plan.choice.drafts is None else plan.choice.drafts
@@ -236,7 +237,7 @@ class Engine:
 
     def _learn(self, under_way: InFlightStep, num_emitted: Sequence[int], seconds: float) -> None:
         """Tell what chooses K of a step that has emitted so many tokens of each sequence."""
-        if (worth := self._policy.worth) is not None:
+        if (worth := self._policy.worth) is not None and not under_way.plan.plain:
             alone = under_way.pause is None and not under_way.plan.prompts and not self._asked.traced
             worth.read(under_way.noted, num_emitted, seconds if alone else None)
 

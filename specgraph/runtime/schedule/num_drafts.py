@@ -73,6 +73,9 @@ class ChoosesDrafts:
     def begin(self, rows: Sequence[int]) -> None:
         """New sequences have these state rows."""
 
+    def stop(self, rows: Sequence[int]) -> None:
+        """The sequences that have these state rows verify no more drafts (``draft.max_context``)."""
+
     def enqueued(
         self, kind: Hashable, rows: Sequence[int], num_prompts: int, drafts: int, each: Sequence[int] | None = None
     ) -> Any:  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from specgraph.runtime.schedule.num_drafts import ChoosesDrafts
 from specgraph.runtime.schedule.prompt_shapes import Overhead
+from specgraph.runtime.schedule.sequences import ActiveSequence
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Policy:
             empty table, is the drafter's own. A step that runs prompts makes as many as the sequences that decode in it
             would get without them, and the drafter's own number if none does.
         worth: chooses K for every step; None where ``drafts`` decide.
+        max_context: a sequence of more tokens has no drafts, which the device sees to; None: no sequence is too long.
     """
 
     chunk: int
@@ -32,6 +34,12 @@ class Policy:
     joint: bool = True
     drafts: Mapping[int, int | None] = field(default_factory=dict)
     worth: ChoosesDrafts | None = None
+    max_context: int | None = None
+
+    def too_long(self, sequence: ActiveSequence) -> bool:
+        """Whether a sequence has no drafts any more, as far as its steps are read."""
+        known = sequence.request.prompt.numel() + len(sequence.new_tokens)
+        return self.max_context is not None and known > self.max_context
 
     def drafts_of(self, count: int) -> int | None:
         """K for a decode step of ``count`` sequences."""

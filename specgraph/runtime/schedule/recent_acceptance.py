@@ -138,6 +138,10 @@ class RecentAcceptance(ChoosesDrafts):
         """New sequences have these state rows; each begins with what is known of all."""
         self._own[rows] = self._shared.rates
 
+    def stop(self, rows: Sequence[int]) -> None:
+        """Expect nothing of these sequences, and learn nothing from what they emit."""
+        self._own[rows], self._made[rows] = 0.0, 0
+
     def choose(
         self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]
     ) -> Choice:

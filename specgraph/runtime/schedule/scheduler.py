@@ -40,6 +40,7 @@ class Plan:
         prompts: how many prompt tokens the step runs of each sequence, in the order in which they came.
         decoding: the sequences that decode in the step, by their state rows.
         choice: how many drafts are made and verified of those that decode.
+        plain: whether all of them are too long for drafts, and no prompt runs, so that the drafter is left out.
         going_on: those whose prompt is not at its end with this step.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     prompts: Mapping[ActiveSequence, int] = field(default_factory=dict)
     decoding: Sequence[ActiveSequence] = ()
     choice: Choice = Choice()
+    plain: bool = False
     going_on: frozenset[ActiveSequence] = frozenset()
 
     @functools.cached_property
@@ -96,15 +98,16 @@ class Scheduler:
         decoding = sorted(
             [s for s in running if s.phase is Phase.DECODE and s.tokens_left > 0], key=attrgetter("state_row")
         )
+        too_long = self._all_too_long([*pending, *decoding])
         if pending and decoding and not self._policy.joint:
             if self._policy.fair and self._ran_prompts:
                 pending = {}
             else:
                 decoding = []
-        choice = self._choose_drafts(decoding) if decoding else Choice()
+        choice = Choice(0) if too_long else self._choose_drafts(decoding) if decoding else Choice()
         prompts = self._prompts(pending, choice.num_rows(len(decoding), self._width - 1), decodes=decodes)
         going_on = frozenset(s for s, count in prompts.items() if count < pending[s].left)
-        return Plan(entering, prompts, decoding, choice, going_on)
+        return Plan(entering, prompts, decoding, choice, too_long and not pending, going_on)
 
     def ran(self, plan: Plan, width: int) -> None:
         """The step of ``plan`` is enqueued; one that decodes runs ``width`` tokens of a sequence at present."""
@@ -115,6 +118,11 @@ class Scheduler:
     def ended(self) -> None:
         """A sequence has left its state row."""
         self._num_ended += 1
+
+    def _all_too_long(self, sequences: Sequence[ActiveSequence]) -> bool:
+        """Whether a step of these sequences needs no drafts. One drafts as long as any sequence has some; the device
+        lets the others verify none."""
+        return self._policy.max_context is not None and all(map(self._policy.too_long, sequences))
 
     def _admitted(self, waiting: Sequence[ActiveSequence], free: Sequence[int], decodes: bool) -> list[Entry]:
         """The first sequences of the queue for which there are state rows and pages.

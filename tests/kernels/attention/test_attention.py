@@ -212,6 +212,21 @@ def test_stale_nan_in_unused_rows_and_pages_is_harmless(options: dict[str, Any])
     torch.testing.assert_close(out[1], expected[1, 2:5], **EXACT)
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["first pages", "another one"])
+def test_on_a_cpu_pages_in_front_of_a_window_are_not_read(whole: bool):
+    """The first of three rows sees positions from 13 on; pages have four."""
+    qkv, pages = rows(20), Pages([20])
+    pages.call(qkv, [0], [17], 17, scale=0.4, window=5)
+    given = PagedAttention(
+        *(x[:, :, 17:] for x in qkv), pages.k, pages.v, torch.tensor([[pages.slot(0, p) for p in range(17, 20)]]),
+        pages.table, torch.arange(17, 20).unsqueeze(0), scale=0.4, window=5,
+    )  # fmt: skip
+    expected = paged_attention_cpu(given)
+    for cache in (pages.k, pages.v):
+        cache[pages.table[0, :3] if whole else pages.table[0, 3]] = NAN
+    assert torch.equal(paged_attention_cpu(given), expected) == whole
+
+
 @both_forms
 def test_rejected_rows_are_written_over_and_never_seen():
     qkv, other = rows(6), tuple(x + 1.0 for x in rows(6))

@@ -245,3 +245,22 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
     meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in given.items()}
     with pytest.raises((ValueError, RuntimeError), match=message):
         torch.ops.specgraph.paged_block_attention(**meta, scale=1.0)
+
+
+@pytest.mark.parametrize(("form", "unread", "read"), [("triton", 48, 64), ("reference", 56, 64)])
+def test_what_lies_in_front_of_a_window_is_not_read(
+    form: str, unread: int, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of 16 keys, or in pages of 8; an anchored window of 20 begins at position 60."""
+    case, options = Case((80,), 4, block_size=8), {"form": form, "window": 20, "anchored": True}
+    expected, write = case.run(**options), case.write
+    for count in (unread, read):
+
+        def poisoned(form: str, count: int = count) -> list[Tensor]:
+            caches = write(form)
+            for cache in caches:
+                cache[case.table[0, : count // case.block_size]] = NAN
+            return caches
+
+        monkeypatch.setattr(case, "write", poisoned)
+        assert torch.equal(case.run(**options), expected) == (count == unread)

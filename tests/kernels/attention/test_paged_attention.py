@@ -409,3 +409,13 @@ def test_the_kernel_for_hopper_takes_what_it_can_copy_and_multiply(
     assert suits_hopper(given, Tiling(**tiling), 4 * given.q.shape[2]) == taken
     monkeypatch.setattr(paged, "runs_gluon", lambda device: False)
     assert not suits_hopper(given, Tiling(**tiling), 4 * given.q.shape[2])
+
+
+@pytest.mark.parametrize("tiling", [SMALL, PREFILL], ids=["few rows", "many rows"])
+def test_blocks_of_keys_in_front_of_a_window_are_not_read(tiling: Tiling):
+    case, window = Case((80,), (4,), block_size=8), 20
+    expected = case.run(tiling, window=window)
+    for unread in (48, 64):  # the first query sees positions from 61 on, and blocks have 16 keys
+        for cache in (case.k_cache, case.v_cache):
+            cache[case.table[0, : unread // case.block_size]] = NAN
+        assert torch.equal(case.run(tiling, window=window), expected) == (unread == 48)
