@@ -1,0 +1,157 @@
+"""A draft model with another tokenizer: it reads the target's tokens in its own ids and drafts those that both have."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import specgraph
+from specgraph import UnsupportedModelError
+from specgraph.checkpoints import shared_tokens
+from specgraph.checkpoints.tokenizers import compare_tokenizers
+from specgraph.drafters import draft_model
+from tests.decoding import CONFIG, compiled
+from tests.detectors import NextLogits
+from tests.drafters.contract import CachedDraftContract, Case, by_rule, planted
+from tests.harness import Run
+from tests.models import VOCAB, double_model
+from tests.once import once
+from tests.runtime import test_distribution
+
+TEXTS = ("the drafts of a step are read by the target, which takes the first of them that it would have drawn.",
+         "a tokenizer cuts a text in tokens; the other cuts it at others, and both know the letters of the words.")  # fmt: skip
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+END, MASK = 2, 3
+"""The end of a text for the draft, and what it reads for a token that is not drafted yet."""
+
+
+def byte_level(size: int, text: str) -> Tokenizer:
+    """As of GPT-2, with only the letters of its texts."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
+    made.train_from_iterator([text, *TEXTS], trainer)
+    return made
+
+
+def sentencepiece(text: str) -> Tokenizer:
+    """As of Llama 2: the bytes to fall back on stand in front of the other tokens, and letters are missing."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator([text], trainers.BpeTrainer(vocab_size=80, show_progress=False))
+    pieces = ["<unk>", "<s>", "<end>", "<mask>", *BYTES, *sorted(trained.get_vocab(), key=trained.token_to_id)]
+    merges = [tuple(merge) for merge in json.loads(trained.to_str())["model"]["merges"]]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+_KEPT = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def folder(kind: str) -> Path:
+    """The folder of a tokenizer, which goes with the process."""
+    made, special = {
+        "target": lambda: (byte_level(VOCAB, TEXTS[0]), {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}),
+        "bytes": lambda: (byte_level(140, TEXTS[1]), {"bos_token": "<s>", "eos_token": "</s>"}),
+        "pieces": lambda: (sentencepiece(TEXTS[1]), {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "<end>"}),
+    }[kind]()
+    path = Path(_KEPT.name) / kind
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(path)
+    return path
+
+
+@functools.cache
+def target() -> PreTrainedModel:
+    return loaded(double_model("llama", 0), "target")
+
+
+def loaded(model: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """The model, as if it had been loaded from the folder of a tokenizer."""
+    model.name_or_path = str(folder(kind))
+    return model
+
+
+@functools.cache
+def draft(name: str) -> PreTrainedModel:
+    return {
+        "bytes": lambda: loaded(double_model("llama", 1, num_hidden_layers=1, vocab_size=150), "bytes"),
+        "pieces": lambda: loaded(double_model("qwen3", 2, vocab_size=340, eos_token_id=END), "pieces"),
+    }[kind_of(name)]()
+
+
+def kind_of(name: str) -> str:
+    return name.removesuffix(", parallel")
+
+
+# The oracle, which spells the tokens in plain Python; all of them are ASCII
+
+
+@functools.cache
+def spelled(kind: str) -> dict[int, str]:
+    """What every token stands for. Tokens with a role are spelled by it."""
+    vocabulary = PreTrainedTokenizerFast.from_pretrained(folder(kind)).get_vocab()
+    roles = {"<s>": "(begin)", "</s>": "(end)", "<end>": "(end)", "<pad>": "(pad)", "<unk>": "", "<mask>": "(mask)"}
+    roles |= {piece: chr(byte) for byte, piece in enumerate(BYTES)}
+    return {index: roles.get(token, token.replace("Ġ", " ").replace("▁", " ")) for token, index in vocabulary.items()}
+
+
+@functools.cache
+def known(kind: str) -> dict[str, int]:
+    """The id of what can be spelled. A letter is a token of its own sooner than a byte, though that has a lower id."""
+    return {text: index for index, text in sorted(spelled(kind).items()) if text}
+
+
+def read(kind: str, token: int) -> int:
+    """What a draft reads for a token of the target."""
+    text, ids = spelled("target")[token], known(kind)
+    ends = [text] if text.startswith("(") else [text[place:] for place in range(len(text))]
+    return next((ids[end] for end in ends if end in ids), 0 if kind == "pieces" else 2)
+
+
+def oracle(name: str) -> NextLogits:
+    """Logits of the shared tokens by the plain model, without a cache, in the order of the target's ids."""
+    kind = kind_of(name)
+    shared = [known(kind)[text] for _, text in sorted(spelled("target").items()) if text in known(kind)]
+
+    @torch.no_grad()
+    def next_logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:
+        rows = []
+        for tokens, drafts in zip(accepted, drafted, strict=True):
+            more = [MASK] * len(drafts) if kind != name else [read(kind, token) for token in drafts]
+            ids = torch.tensor([[*(read(kind, token) for token in tokens), *more]])
+            rows.append(draft(name)(input_ids=ids, use_cache=False).logits[0, -1, shared])
+        return torch.stack(rows)
+
+    return next_logits
+
+
+class TestDrafts(CachedDraftContract):
+    KIND = "draft_model"
+    target = staticmethod(target)
+    draft = staticmethod(draft)
+    oracle = staticmethod(oracle)
+    PASSES: ClassVar = {"parallel": True}
+    CASES = (Case("bytes", 4, "probabilistic"), *by_rule("pieces", 4), Case("pieces, parallel", 4, "probabilistic"))
+    REAL = (*by_rule("pieces", 4), Case("bytes", 3), Case("pieces, parallel", 4))
+    SEEDED = (Case("pieces", 4), Case("bytes", 3), Case("pieces, parallel", 4))
+    POISONED = (Case("pieces", 4),)
+    BUGS: ClassVar = planted(Case("pieces", 4), {"noise off by one position": {"oracle"}})
+
+    @classmethod
+    def keys(cls, name: str) -> dict[str, Any]:
+        return {"parallel": True, "mask_token_id": MASK} if kind_of(name) != name else {}
