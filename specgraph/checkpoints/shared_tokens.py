@@ -20,8 +20,8 @@ from torch import Tensor
 from specgraph.errors import UnsupportedModelError
 
 LEAST_SHARE = 0.5
-"""The least share of the tokens of a text that can be drafted. Any other token ends the drafts of a step, so with a share
-``s`` even a perfect draft has ``s / (1 - s)`` of them accepted on average: one at 0.5."""
+"""The least share of the tokens of a text that can be drafted. Any other token ends what is accepted of its step,
+so with a share ``s`` even a perfect draft has ``s / (1 - s)`` of them accepted on average: one at 0.5."""
 TEXT = "".join(topics.values())[:50_000]
 """A text that every Python has: the help on its language, English with code."""
 _BLANK = "▁"
@@ -74,8 +74,9 @@ def share_tokens(target: Any, draft: Any, target_size: int, draft_size: int) -> 
     words = f"{len(pairs)} of the target's {len(ours)} tokens ({share:.1%} of those in an English text with code)"
     if share < LEAST_SHARE:
         raise UnsupportedModelError(
-            f"The draft has another tokenizer than the target, which shares {words}; with less than {LEAST_SHARE:.0%} of "
-            "a text even perfect drafts are not worth their time. Choose a draft of a nearer family, or draft by ngram."
+            f"The draft has another tokenizer than the target, which shares {words}; with less than {LEAST_SHARE:.0%} "
+            "of a text even perfect drafts are not worth their time, so choose a draft of a nearer family, or draft by "
+            "ngram."
         )
     order = sorted(pairs, key=pairs.__getitem__)
     return SharedTokens(torch.tensor(order), torch.tensor([pairs[index] for index in order]), reads, words)

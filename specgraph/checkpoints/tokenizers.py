@@ -53,8 +53,8 @@ def compare_tokenizers(
     without = "neither model" if ours is theirs else "the target" if ours is None else "the draft"
     verb = "was" if ours is theirs else "was not"
     advice = (
-        f"Tokens of different tokenizers are matched by their strings, but {without} {verb} loaded from a folder with a "
-        "tokenizer; load both from one, choose a draft of the target's family, or draft by ngram."
+        f"Tokens of different tokenizers are matched by their strings, but {without} {verb} loaded from a folder with "
+        "one; load both from one, choose a draft of the target's family, or draft by ngram."
     )
     if abs(sizes[0] - sizes[1]) > MAX_PADDING:
         raise UnsupportedModelError(

@@ -1,8 +1,8 @@
 """A second, smaller causal LM as the draft.
 
 Source: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 2302.01318). With a mask token it can draft
-in parallel: PARD, An et al. 2025 (arXiv 2504.18583). With another tokenizer than the target's, it drafts the tokens that
-both have (:mod:`specgraph.checkpoints.shared_tokens`).
+in parallel: PARD, An et al. 2025 (arXiv 2504.18583). With another tokenizer than the target's, it drafts the tokens
+that both have (:mod:`specgraph.checkpoints.shared_tokens`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def draft_model(
     traced: TracedModel, num_speculative_tokens: int, mask_token_id: int | None = None, parallel: bool = False,
     least_survival: float = 0.0, shared: SharedTokens | None = None,
 ) -> DraftModelDrafter:  # fmt: skip
-    """The drafter that runs a traced causal LM. ``shared`` are the tokens that it drafts if its tokenizer is another."""
+    """The drafter that runs a traced causal LM. ``shared`` are its tokens and the target's if tokenizers differ."""
     to_target = None
     if shared is not None:
         ids = shared.reads

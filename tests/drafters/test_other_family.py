@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,23 +14,22 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import specgraph
 from specgraph import UnsupportedModelError
-from specgraph.checkpoints import shared_tokens
-from specgraph.checkpoints.tokenizers import compare_tokenizers
+from specgraph.checkpoints import shared_tokens, tokenizers
 from specgraph.drafters import draft_model
+from specgraph.kernels import verify
 from tests.decoding import CONFIG, compiled
-from tests.detectors import NextLogits
+from tests.detectors import NextLogits, failing
 from tests.drafters.contract import CachedDraftContract, Case, by_rule, planted
-from tests.harness import Run
+from tests.harness import drafting_stage, forced_run
 from tests.models import VOCAB, double_model
-from tests.once import once
 from tests.runtime import test_distribution
 
 TEXTS = ("the drafts of a step are read by the target, which takes the first of them that it would have drawn.",
-         "a tokenizer cuts a text in tokens; the other cuts it at others, and both know the letters of the words.")  # fmt: skip
+         "a tokenizer cuts a text in tokens; the other cuts it at others, and both know the letters.")  # fmt: skip
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 END, MASK = 2, 3
 """The end of a text for the draft, and what it reads for a token that is not drafted yet."""
@@ -66,7 +66,10 @@ _KEPT = tempfile.TemporaryDirectory()
 def folder(kind: str) -> Path:
     """The folder of a tokenizer, which goes with the process."""
     made, special = {
-        "target": lambda: (byte_level(VOCAB, TEXTS[0]), {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}),
+        "target": lambda: (
+            byte_level(VOCAB, TEXTS[0]),
+            {"bos_token": "<s>", "eos_token": "</s>"},
+        ),
         "bytes": lambda: (byte_level(140, TEXTS[1]), {"bos_token": "<s>", "eos_token": "</s>"}),
         "pieces": lambda: (sentencepiece(TEXTS[1]), {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "<end>"}),
     }[kind]()
@@ -155,3 +158,97 @@ class TestDrafts(CachedDraftContract):
     @classmethod
     def keys(cls, name: str) -> dict[str, Any]:
         return {"parallel": True, "mask_token_id": MASK} if kind_of(name) != name else {}
+
+
+# Broken maps
+
+
+def broken(shared: shared_tokens.SharedTokens, which: str) -> shared_tokens.SharedTokens:
+    return shared._replace(**{which: getattr(shared, which).roll(1)})
+
+
+@pytest.mark.parametrize("which", ["draft_ids", "reads"])
+def test_a_wrong_map_is_found_and_changes_no_token(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = tokenizers.share_tokens
+    monkeypatch.setattr(tokenizers, "share_tokens", lambda *given: broken(right(*given), which))
+    case = Case("pieces", 4)
+    decoder = TestDrafts.compiled_with(case, None)
+    run = forced_run(drafting_stage(decoder), TestDrafts.PROMPTS, TestDrafts.LIMITS, seed=0)
+    assert failing(TestDrafts.detectors(run, case)) == {"oracle"}
+    assert TestDrafts.tokens_of(decoder) == TestDrafts.plain_tokens()
+
+
+# Distributions: three tokens, two of which the draft knows beside one that the target does not
+
+
+def letters(text: str, blank: bool) -> Any:
+    """A tokenizer whose tokens are letters."""
+    made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(text)}, []))
+    made.decoder = decoders.Metaspace() if blank else decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.fixture
+def three_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of three tokens: ``a b c`` for the target, and ``z c a`` for the draft."""
+    shared = shared_tokens.share_tokens(letters("abc", blank=False), letters("zca", blank=True), 3, 3)
+    assert shared.draft_ids.tolist() == [2, 1] and shared.target_ids.tolist() == [0, 2]
+    assert shared.reads.tolist() == [2, 0, 1]
+    monkeypatch.setattr(draft_model, "compare_tokenizers", lambda *models: ("", shared))
+
+
+def p_value(rule: str, runs: int) -> float:
+    model, other = (test_distribution.model(seed) for seed in (0, 1))
+    extra: dict[str, Any] = {"verify": {"rule": rule}, "max_batch_size": test_distribution.BATCH}
+    decoder = compiled(model, "draft_model", 2, other, **extra)
+    counts, _ = test_distribution.sampled(decoder, runs, 1.0, 0)
+    return test_distribution.p_value(counts, test_distribution.exact_joint(1.0, 0))
+
+
+@pytest.mark.usefixtures("three_letters")
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+def test_the_joint_distribution_is_the_targets(rule: str) -> None:
+    assert p_value(rule, 3) > 1e-3
+
+
+@pytest.mark.usefixtures("three_letters")
+def test_a_shifted_map_in_verification_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = verify.invert_vocabulary
+    monkeypatch.setattr(verify, "invert_vocabulary", lambda *given: right(*given).roll(1))
+    assert p_value("probabilistic", 2) < 1e-9
+
+
+# What is reported and what is refused
+
+
+def test_a_folder_is_enough_and_the_report_says_what_is_shared(tmp_path: Path) -> None:
+    for kind, model in (("target", target()), ("pieces", draft("pieces"))):
+        shutil.copytree(folder(kind), tmp_path / kind)
+        model.save_pretrained(tmp_path / kind)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float64)
+    config = {**CONFIG, "draft": {"kind": "draft_model", "num_speculative_tokens": 4}}
+    decoder = specgraph.compile_speculative(model, config, draft=tmp_path / "pieces")
+    shared = len(set(known("pieces")) & set(spelled("target").values()))
+    assert f", and drafts what it shares: {shared} of the target's {VOCAB} tokens (94.0% of " in decoder.report()
+    assert TestDrafts.tokens_of(decoder) == TestDrafts.plain_tokens()
+
+
+def word_pieces() -> Any:
+    made = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##s": 2}, unk_token="[UNK]"))
+    made.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+REFUSED = {
+    "few shared": (lambda: letters("xyz", blank=True), r"shares 0 of the target's 3 tokens \(0.0% .* less than 50%"),
+    "word pieces": (word_pieces, "the draft's is neither byte-level nor of sentencepiece, .* or draft by ngram"),
+    "no decoder": (lambda: object(), "the draft's is neither byte-level nor of sentencepiece"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tokens_that_cannot_be_matched_are_refused_in_one_sentence(name: str) -> None:
+    other, message = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        shared_tokens.share_tokens(letters("abc", blank=False), other(), 3, 3)
+    assert "\n" not in str(caught.value)
