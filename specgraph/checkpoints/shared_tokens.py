@@ -61,13 +61,13 @@ def share_tokens(target: Any, draft: Any, target_size: int, draft_size: int) -> 
     for index, string in theirs.items():
         known.setdefault(string, index)
     special = (getattr(draft, f"{role}_token_id", None) for role in ("unk", "eos", "bos"))
-    reads = torch.full((target_size,), next((index for index in special if index is not None), 0))
+    reads = [next((index for index in special if index is not None), 0)] * target_size
     pairs: dict[int, int] = {}
     for index, string in ours.items():
         if string in known:
             pairs.setdefault(known[string], index)
         ends = (string[place:] for place in range(len(string) if isinstance(string, bytes) else 1))
-        reads[index] = next((known[end] for end in ends if end in known), int(reads[index]))
+        reads[index] = next((known[end] for end in ends if end in known), reads[index])
     drafted = {*pairs.values()}
     counted = [index in drafted for index in target.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids]
     share = sum(counted) / max(1, len(counted))
@@ -79,7 +79,8 @@ def share_tokens(target: Any, draft: Any, target_size: int, draft_size: int) -> 
             "ngram."
         )
     order = sorted(pairs, key=pairs.__getitem__)
-    return SharedTokens(torch.tensor(order), torch.tensor([pairs[index] for index in order]), reads, words)
+    ids = order, [pairs[index] for index in order], reads
+    return SharedTokens(*map(torch.tensor, ids), words)
 
 
 def _strings(tokenizer: Any, size: int, whose: str) -> dict[int, bytes | str]:

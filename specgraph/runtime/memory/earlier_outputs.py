@@ -1,0 +1,42 @@
+"""What a decoder has made for earlier requests, as a source of drafts for later ones."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from specgraph.ir.program import Program
+from specgraph.kernels.state import EARLIER, SEPARATOR
+
+
+class EarlierOutputs:
+    """The last ``most`` tokens of outputs, in the order in which these ended, with a separator behind each output.
+
+    Requests of all sessions add to it, from any thread.
+    """
+
+    def __init__(self, program: Program) -> None:
+        """``program`` says how many tokens it wants, or nothing of them."""
+        wanted = program.inputs.get(EARLIER)
+        most = 0 if wanted is None else int(wanted.shape[0])  # type: ignore[union-attr, arg-type]
+        self._tokens = deque([SEPARATOR] * most, most)
+        self._lock = threading.Lock()
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """An output has ended."""
+        with self._lock:
+            self._tokens.extend([*tokens, SEPARATOR])
+
+    def forget(self) -> None:
+        """There were no outputs."""
+        with self._lock:
+            self._tokens.extend([SEPARATOR] * len(self._tokens))
+
+    def tokens(self) -> Tensor:
+        """Int64 ``[most]`` on the host."""
+        with self._lock:
+            return torch.tensor([*self._tokens], dtype=torch.int64, device="cpu")
