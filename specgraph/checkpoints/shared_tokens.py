@@ -79,8 +79,8 @@ def share_tokens(target: Any, draft: Any, target_size: int, draft_size: int) -> 
             "ngram."
         )
     order = sorted(pairs, key=pairs.__getitem__)
-    ids = order, [pairs[index] for index in order], reads
-    return SharedTokens(*map(torch.tensor, ids), words)
+    draft_ids, target_ids, read = map(torch.tensor, (order, [pairs[index] for index in order], reads))
+    return SharedTokens(draft_ids, target_ids, read, words)
 
 
 def _strings(tokenizer: Any, size: int, whose: str) -> dict[int, bytes | str]:
@@ -88,7 +88,7 @@ def _strings(tokenizer: Any, size: int, whose: str) -> dict[int, bytes | str]:
 
     Where two tokens have the same bytes, and one of them is the fallback for a byte, the one that texts have is first.
     """
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    decoder: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     byte_level, blanks = (decoder is not None and decoder.decode(["a", f"{mark}b"]) == "a b" for mark in ("Ġ", _BLANK))
     if not byte_level and not blanks:
         raise UnsupportedModelError(

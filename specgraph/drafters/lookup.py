@@ -50,7 +50,8 @@ class LookupDrafter(Drafter):
         if options.max_cached_tokens and target.rule != "strict":
             raise ConfigError(
                 f"draft.max_cached_tokens={options.max_cached_tokens} drafts from earlier outputs, and the rule "
-                f"{target.rule} would then bias a request with the seed of an earlier one; take strict, or leave it out."
+                f"{target.rule} would then bias requests with the seed of an earlier one; take strict, or leave it "
+                "out."
             )
         return Draft(cls(options.num_speculative_tokens, options=options))
 

@@ -121,7 +121,7 @@ def test_streams_and_sessions_share_them() -> None:
         (
             {"max_cached_tokens": 5},
             "probabilistic",
-            "draft.max_cached_tokens=5 .* rule probabilistic would then bias .* take strict",
+            "draft.max_cached_tokens=5 .* rule probabilistic would then bias requests .* take strict",
         ),
     ],
 )

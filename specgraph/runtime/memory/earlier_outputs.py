@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specgraph.ir.program import Program
-from specgraph.kernels.state import EARLIER, SEPARATOR
+from specgraph.kernels.state import EARLIER, SEPARATOR, buffers_of
 
 
 class EarlierOutputs:
@@ -21,8 +21,7 @@ class EarlierOutputs:
 
     def __init__(self, program: Program) -> None:
         """``program`` says how many tokens it wants, or nothing of them."""
-        wanted = program.inputs.get(EARLIER)
-        most = 0 if wanted is None else int(wanted.shape[0])  # type: ignore[union-attr, arg-type]
+        most = sum(int(buffer.shape[0]) for buffer in buffers_of(program.inputs.get(EARLIER, ())))
         self._tokens = deque([SEPARATOR] * most, most)
         self._lock = threading.Lock()
 
