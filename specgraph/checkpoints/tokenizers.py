@@ -6,6 +6,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedModel
 
 from specgraph.checkpoints.shared_tokens import SharedTokens, share_tokens
@@ -82,12 +83,13 @@ class _Vocabulary(NamedTuple):
 
 
 def _vocabulary(model: PreTrainedModel) -> _Vocabulary | None:
-    """The model's tokenizer, or None if the model was not loaded from a folder that has one."""
-    folder = Path(str(model.name_or_path))
-    if not model.name_or_path or not (folder / "tokenizer_config.json").is_file():
-        return None
+    """The model's tokenizer, or None if the model was not loaded from a folder or a repository that has one."""
+    name = str(model.name_or_path)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        local = name and (Path(name) / "tokenizer_config.json").is_file()
+        if not name or not (local or isinstance(try_to_load_from_cache(name, "config.json"), str)):
+            return None
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         return None
     added = getattr(tokenizer, "added_tokens_decoder", {})

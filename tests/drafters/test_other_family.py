@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
+import itertools
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 import specgraph
 from specgraph import UnsupportedModelError
@@ -28,35 +29,58 @@ from tests.harness import drafting_stage, forced_run
 from tests.models import VOCAB, double_model
 from tests.runtime import test_distribution
 
-TEXTS = ("the drafts of a step are read by the target, which takes the first of them that it would have drawn.",
+TEXTS = ("the drafts of a step are read by the target, which takes the first that would have been drawn by it alone",
          "a tokenizer cuts a text in tokens; the other cuts it at others, and both know the letters.")  # fmt: skip
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 END, MASK = 2, 3
 """The end of a text for the draft, and what it reads for a token that is not drafted yet."""
 
 
+def pieces_of(text: str, blank: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """Letters, and behind them the beginnings of the words of a text, with what each of those is merged of."""
+    known, merges = [*sorted({*text} - {" "}), blank], list[tuple[str, str]]()
+    for word in re.findall("[a-z]+", text):
+        for begin, letter in itertools.pairwise(itertools.accumulate(word, initial=blank)):
+            if letter not in known:
+                merges.append((begin, letter[-1]))
+                known.append(letter)
+    return known, merges
+
+
 def byte_level(size: int, text: str) -> Tokenizer:
-    """As of GPT-2, with only the letters of its texts."""
-    made = Tokenizer(models.BPE())
+    """As of GPT-2, with few letters."""
+    known, merges = pieces_of(text, "Ġ")
+    pieces = ["<pad>", "<s>", "</s>", *known][:size]
+    kept = [merge for merge in merges if "".join(merge) in pieces]
+    made = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, kept))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
-    made.train_from_iterator([text, *TEXTS], trainer)
+    made.add_special_tokens(pieces[:3])
     return made
 
 
 def sentencepiece(text: str) -> Tokenizer:
-    """As of Llama 2: the bytes to fall back on stand in front of the other tokens, and letters are missing."""
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator([text], trainers.BpeTrainer(vocab_size=80, show_progress=False))
-    pieces = ["<unk>", "<s>", "<end>", "<mask>", *BYTES, *sorted(trained.get_vocab(), key=trained.token_to_id)]
-    merges = [tuple(merge) for merge in json.loads(trained.to_str())["model"]["merges"]]
+    """As of Llama 2: bytes to fall back on stand in front of other tokens. Some of those are ends of words."""
+    known, merges = pieces_of(text, "▁")
+    ends = [("s", "t"), ("a", "d"), ("e", "ad")]
+    known, merges = [*known, *map("".join, ends)], [*merges, *ends]
+    pieces = ["<unk>", "<s>", "<end>", "<mask>", *BYTES, *known]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     made = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return made
+
+
+def letters(text: str, blank: bool) -> Tokenizer:
+    """A tokenizer whose tokens are letters, of sentencepiece or byte-level."""
+    made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(text)}, []))
+    made.decoder = decoders.Metaspace() if blank else decoders.ByteLevel()
+    return made
+
+
+def fast(made: Tokenizer) -> Any:
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 _KEPT = tempfile.TemporaryDirectory()
@@ -65,14 +89,17 @@ _KEPT = tempfile.TemporaryDirectory()
 @functools.cache
 def folder(kind: str) -> Path:
     """The folder of a tokenizer, which goes with the process."""
-    made, special = {
+    kinds: dict[str, Callable[[], tuple[Tokenizer, dict[str, str]]]] = {
         "target": lambda: (
             byte_level(VOCAB, TEXTS[0]),
             {"bos_token": "<s>", "eos_token": "</s>"},
         ),
         "bytes": lambda: (byte_level(140, TEXTS[1]), {"bos_token": "<s>", "eos_token": "</s>"}),
         "pieces": lambda: (sentencepiece(TEXTS[1]), {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "<end>"}),
-    }[kind]()
+        "letters": lambda: (letters("etaoinshrdl", blank=False), {}),
+        "a few letters": lambda: (letters("zyxwshniotea", blank=True), {}),
+    }
+    made, special = kinds[kind]()
     path = Path(_KEPT.name) / kind
     PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(path)
     return path
@@ -121,7 +148,7 @@ def known(kind: str) -> dict[str, int]:
 
 def read(kind: str, token: int) -> int:
     """What a draft reads for a token of the target."""
-    text, ids = spelled("target")[token], known(kind)
+    text, ids = spelled("target").get(token, "(padding)"), known(kind)
     ends = [text] if text.startswith("(") else [text[place:] for place in range(len(text))]
     return next((ids[end] for end in ends if end in ids), 0 if kind == "pieces" else 2)
 
@@ -181,17 +208,10 @@ def test_a_wrong_map_is_found_and_changes_no_token(which: str, monkeypatch: pyte
 # Distributions: three tokens, two of which the draft knows beside one that the target does not
 
 
-def letters(text: str, blank: bool) -> Any:
-    """A tokenizer whose tokens are letters."""
-    made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(text)}, []))
-    made.decoder = decoders.Metaspace() if blank else decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
-
-
 @pytest.fixture
 def three_letters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of three tokens: ``a b c`` for the target, and ``z c a`` for the draft."""
-    shared = shared_tokens.share_tokens(letters("abc", blank=False), letters("zca", blank=True), 3, 3)
+    shared = shared_tokens.share_tokens(fast(letters("abc", blank=False)), fast(letters("zca", blank=True)), 3, 3)
     assert shared.draft_ids.tolist() == [2, 1] and shared.target_ids.tolist() == [0, 2]
     assert shared.reads.tolist() == [2, 0, 1]
     monkeypatch.setattr(draft_model, "compare_tokenizers", lambda *models: ("", shared))
@@ -226,21 +246,39 @@ def test_a_folder_is_enough_and_the_report_says_what_is_shared(tmp_path: Path) -
         shutil.copytree(folder(kind), tmp_path / kind)
         model.save_pretrained(tmp_path / kind)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float64)
-    config = {**CONFIG, "draft": {"kind": "draft_model", "num_speculative_tokens": 4}}
+    config = {**CONFIG, "draft": {"kind": "draft_model"}}  # no K: chains end where the draft is not sure
     decoder = specgraph.compile_speculative(model, config, draft=tmp_path / "pieces")
     shared = len(set(known("pieces")) & set(spelled("target").values()))
-    assert f", and drafts what it shares: {shared} of the target's {VOCAB} tokens (94.0% of " in decoder.report()
+    assert (
+        f", and drafts what it shares: {shared} of the target's {len(spelled('target'))} tokens (95.0% of "
+        in decoder.report()
+    )
     assert TestDrafts.tokens_of(decoder) == TestDrafts.plain_tokens()
+
+
+def test_tokenizers_of_a_repository_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = {"org/target": target(), "org/pieces": draft("pieces")}
+    cached = {(name, "config.json"): "there" for name in pair}
+    monkeypatch.setattr(tokenizers, "try_to_load_from_cache", lambda *asked: cached.get(asked))
+    read = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: read(folder(str(name).removeprefix("org/"))))
+    for name, model in pair.items():
+        monkeypatch.setattr(model, "name_or_path", name)
+    _, shared = tokenizers.compare_tokenizers(*pair.values())
+    assert shared is not None and len(shared.draft_ids) == len({*spelled("target").values()} & {*known("pieces")})
 
 
 def word_pieces() -> Any:
     made = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##s": 2}, unk_token="[UNK]"))
     made.decoder = decoders.WordPiece()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    return fast(made)
 
 
 REFUSED = {
-    "few shared": (lambda: letters("xyz", blank=True), r"shares 0 of the target's 3 tokens \(0.0% .* less than 50%"),
+    "few shared": (
+        lambda: fast(letters("xyz", blank=True)),
+        r"shares 0 of the target's 3 tokens \(0.0% .* less than 50%",
+    ),
     "word pieces": (word_pieces, "the draft's is neither byte-level nor of sentencepiece, .* or draft by ngram"),
     "no decoder": (lambda: object(), "the draft's is neither byte-level nor of sentencepiece"),
 }
@@ -250,5 +288,5 @@ REFUSED = {
 def test_tokens_that_cannot_be_matched_are_refused_in_one_sentence(name: str) -> None:
     other, message = REFUSED[name]
     with pytest.raises(UnsupportedModelError, match=message) as caught:
-        shared_tokens.share_tokens(letters("abc", blank=False), other(), 3, 3)
+        shared_tokens.share_tokens(fast(letters("abc", blank=False)), other(), 3, 3)
     assert "\n" not in str(caught.value)
