@@ -14,13 +14,13 @@ from specgraph.kernels.state import EARLIER, SEPARATOR, buffers_of
 
 
 class EarlierOutputs:
-    """The last ``most`` tokens of outputs, in the order in which these ended, with a separator behind each output.
+    """The last tokens of outputs, in the order in which these ended, with a separator behind each output.
 
     Requests of all sessions add to it, from any thread.
     """
 
     def __init__(self, program: Program) -> None:
-        """``program`` says how many tokens it wants, or nothing of them."""
+        """``program`` says how many tokens it reads, none if it does not ask for them."""
         most = sum(int(buffer.shape[0]) for buffer in buffers_of(program.inputs.get(EARLIER, ())))
         self._tokens = deque([SEPARATOR] * most, most)
         self._lock = threading.Lock()
@@ -36,6 +36,6 @@ class EarlierOutputs:
             self._tokens.extend([SEPARATOR] * len(self._tokens))
 
     def tokens(self) -> Tensor:
-        """Int64 ``[most]`` on the host."""
+        """All of them, int64 ``[E]`` on the host, separators in front where there are fewer."""
         with self._lock:
             return torch.tensor([*self._tokens], dtype=torch.int64, device="cpu")
