@@ -95,6 +95,12 @@ CONFIDENCE = "confidence"
 """The state float32 ``[B, K]`` of a drafter that estimates whether its drafts will be accepted: the probability of each
 draft in the next window, if those before it are accepted."""
 
+EARLIER = "earlier_outputs"
+"""The state int64 ``[E]`` of a drafter that looks up what its decoder has made for others: the last tokens of the
+outputs of earlier requests, each output followed by a :data:`SEPARATOR`."""
+SEPARATOR = (1 << 31) - 1
+"""What equals no token."""
+
 
 Input = Buffer | tuple["Input", ...]
 """One buffer, or a tuple of inputs that the step takes as one argument."""

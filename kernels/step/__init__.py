@@ -18,8 +18,10 @@ from specgraph.kernels.step.index import gather_state as gather_state
 from specgraph.kernels.step.index import scatter_state_ as scatter_state_
 from specgraph.kernels.step.index import select_state as select_state
 from specgraph.kernels.step.lookup import any_found as any_found
+from specgraph.kernels.step.lookup import behind_earlier as behind_earlier
 from specgraph.kernels.step.lookup import prefer_found as prefer_found
 from specgraph.kernels.step.lookup import record_accepted_ as record_accepted_
+from specgraph.kernels.step.lookup import until_separator as until_separator
 from specgraph.kernels.step.ngram import ngram_lookup as ngram_lookup
 from specgraph.kernels.step.ngram import record_tokens_ as record_tokens_
 from specgraph.kernels.step.rerun import keep_rows_ as keep_rows_

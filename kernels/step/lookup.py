@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specgraph.kernels.state import SEPARATOR
 from specgraph.kernels.step.ngram import record_tokens_
 from specgraph.kernels.step.step import row_positions
 from specgraph.kernels.step.writes import writes
@@ -31,6 +32,21 @@ def prefer_found(found: Tensor, *others: Tensor) -> Tensor:
     ``others`` are one or several tensors with ``K`` columns in all.
     """
     return torch.where(found[:, :1] >= 0, found, torch.cat(others, dim=1))
+
+
+def behind_earlier(earlier: Tensor, history: Tensor, rows: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """The accepted tokens of each sequence behind those of ``earlier`` outputs ``[E]``, and how many both are.
+
+    ``rows`` ``[b]`` is the row of each sequence in ``history`` ``[N, S]``, where it has ``length`` ``[b]`` tokens; -1
+    for no sequence, which has none at all. Returns ``[b, E + S]`` and ``[b]``.
+    """
+    texts = torch.cat([earlier.expand(len(rows), -1), history[rows.clamp_min(0)]], dim=1)
+    return texts, torch.where(rows >= 0, length + len(earlier), 0)
+
+
+def until_separator(drafts: Tensor) -> Tensor:
+    """The drafts ``[b, K]`` in front of the end of an earlier output."""
+    return torch.where((drafts == SEPARATOR).cumsum(1) > 0, -1, drafts)
 
 
 def any_found(found: Tensor) -> Tensor:

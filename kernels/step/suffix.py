@@ -28,7 +28,8 @@ nothing (:mod:`specgraph.kernels.step.ngram` has the figures). The result is tha
 three exceptions. Only the last ``VOTERS`` occurrences of a match are counted. Shares are those among occurrences that
 have a next token, so they add up to 1; Arctic Inference also counts the end of the sequence, where nothing follows yet.
 A tree of bounded depth limits the sum of match and drafts, and here each has its own limit. The paper's second tree,
-over the outputs of other requests, is left out, because what one sequence proposes would then depend on others.
+over the outputs of other requests, is no tree here either: their last tokens stand in front of the history, if that is
+asked for (:func:`specgraph.kernels.step.lookup.behind_earlier`).
 
 Programs. ``match_kernel`` reads a sequence in tiles of 1,024 tokens, shared out to several programs. It writes
 ``matched`` as int8 and the largest one of each tile. ``vote_kernel`` has one program for each ``p``, which looks at

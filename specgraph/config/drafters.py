@@ -23,7 +23,22 @@ class NoDraftConfig(DraftConfig):
 
 
 @dataclass
-class NGramConfig(DraftConfig):
+class LookupDraftConfig(DraftConfig):
+    """Keys of drafters that look the end of a sequence up."""
+
+    max_cached_tokens: int = 0
+    """How many tokens of the outputs of earlier requests of this decoder are looked up, too, the last ones. 0: none.
+    Only under `strict`."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for a number that makes no sense."""
+        super().check()
+        if self.max_cached_tokens < 0:
+            raise ConfigError(f"draft.max_cached_tokens is 0 or a number of tokens, got {self.max_cached_tokens}.")
+
+
+@dataclass
+class NGramConfig(LookupDraftConfig):
     """Keys of ``draft`` that prompt lookup reads."""
 
     kind: str = "ngram"
@@ -41,7 +56,7 @@ class NGramConfig(DraftConfig):
 
 
 @dataclass
-class SuffixConfig(DraftConfig):
+class SuffixConfig(LookupDraftConfig):
     """Keys of ``draft`` that suffix decoding reads."""
 
     kind: str = "suffix"

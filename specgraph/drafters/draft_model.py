@@ -1,7 +1,8 @@
-"""A second, smaller causal LM with the target's tokenizer as the draft.
+"""A second, smaller causal LM as the draft.
 
 Source: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 2302.01318). With a mask token it can draft
-in parallel: PARD, An et al. 2025 (arXiv 2504.18583).
+in parallel: PARD, An et al. 2025 (arXiv 2504.18583). With another tokenizer than the target's, it drafts the tokens
+that both have (:mod:`specgraph.checkpoints.shared_tokens`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.gguf import is_gguf
-from specgraph.checkpoints.tokenizers import check_same_tokenizer
+from specgraph.checkpoints.shared_tokens import SharedTokens
+from specgraph.checkpoints.tokenizers import compare_tokenizers
 from specgraph.config.drafters import DraftModelConfig
 from specgraph.drafters.base import Draft, DraftHead, Target, chooses_drafts
 from specgraph.drafters.chain import BODY, HEAD, ChainDrafter
+from specgraph.drafters.shared_ids import with_shared_ids
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.shapes_only import without_weights
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
@@ -63,7 +67,7 @@ class DraftModelDrafter(ChainDrafter):
     def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
         """Compare the tokenizers of both models, without loading weights."""
         folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-        check_same_tokenizer(model, without_weights(str(folder), "draft"))
+        compare_tokenizers(model, without_weights(str(folder), "draft"))
 
     @classmethod
     def make(cls, options: DraftModelConfig, target: Target, given: Any) -> Draft:
@@ -78,7 +82,7 @@ class DraftModelDrafter(ChainDrafter):
                 notes = (*notes, f"the weights of {given} are dequantised to {str(target.info.dtype).split('.')[1]}")
             loaded: Any = load_causal_lm(given, target.info.dtype, f"The draft {str(given)!r}")
             given = loaded.to(target.info.device)
-        notes = (*notes, _check_model(target, given))
+        compared, shared = _check_model(target, given)
         arrange_weights(given)
         traced = trace(given, target.max_length)
         if mask is not None and not 0 <= mask < traced.info.input_ids:
@@ -89,19 +93,27 @@ class DraftModelDrafter(ChainDrafter):
         count = options.num_speculative_tokens
         if ends and options.adaptive is None:  # no K was given
             count = MOST if target.max_length is None else min(MOST, target.max_length - 1)
-        made = draft_model(traced, count, mask, parallel, least_survival(given, target.model) if ends else 0.0)
-        return Draft(made, given, traced, notes)
+        least = least_survival(given, target.model) if ends else 0.0
+        made = draft_model(traced, count, mask, parallel, least, shared)
+        return Draft(made, given, traced, (*notes, compared))
 
 
 def draft_model(
     traced: TracedModel, num_speculative_tokens: int, mask_token_id: int | None = None, parallel: bool = False,
-    least_survival: float = 0.0,
+    least_survival: float = 0.0, shared: SharedTokens | None = None,
 ) -> DraftModelDrafter:  # fmt: skip
-    """The drafter that runs a traced causal LM."""
+    """The drafter that runs a traced causal LM. ``shared`` are its tokens and the target's if tokenizers differ."""
+    to_target = None
+    if shared is not None:
+        ids = shared.reads
+        if mask_token_id is not None:  # an id of the draft's own, which takes one behind the target's
+            ids, mask_token_id = torch.cat([ids, ids.new_tensor([mask_token_id])]), len(ids)
+        reads, drafts, to_target = (each.to(traced.info.device) for each in (ids, shared.draft_ids, shared.target_ids))
+        traced = with_shared_ids(traced, reads, drafts)
     mask = None if mask_token_id is None else Mask(mask_token_id)
     modules = {BODY: traced.body, HEAD: traced.head}
     return DraftModelDrafter(
-        num_speculative_tokens, modules, {BODY: traced.info}, mask=mask, parallel=parallel,
+        num_speculative_tokens, modules, {BODY: traced.info}, draft_to_target=to_target, mask=mask, parallel=parallel,
         least_survival=least_survival,
     )  # fmt: skip
 
@@ -129,17 +141,17 @@ def _is_causal_lm(config: Mapping[str, Any]) -> bool:
     return "model_type" in config and (not listed or any("CausalLM" in name or "LMHead" in name for name in listed))
 
 
-def _check_model(target: Target, draft: Any) -> str:
-    """Refuse a draft that is not a causal LM with the target's tokenizer, on the target's device.
+def _check_model(target: Target, draft: Any) -> tuple[str, SharedTokens | None]:
+    """Refuse a draft that is not a causal LM on the target's device whose tokens are known.
 
-    Returns a line for the report.
+    Returns a line for the report, and the shared tokens of a draft that has another tokenizer than the target.
     """
     try:
         check_is_causal_lm(draft)
         check_no_hooks(draft)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"draft: {error}") from None
-    compared = check_same_tokenizer(target.model, draft, target.rule)
+    compared = compare_tokenizers(target.model, draft, target.rule)
     device = next(draft.parameters()).device
     if device != target.info.device:
         raise ConfigError(f"The draft is on {device}, the target on {target.info.device}; move one of them.")

@@ -1,18 +1,25 @@
-"""The base class of drafters that look the end of a sequence up in its own tokens."""
+"""The base class of drafters that look the end of a sequence up in its own tokens.
+
+Earlier outputs of the decoder may stand in front of these. What is drafted then depends on other requests, and no token
+does: under ``strict``, a token is a function of the target and the seed alone. Other rules also look at the draft. With
+the seed of an earlier request, that would be one which the same noise had a part in, so the output would be biased.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, fx
 
-from specgraph.config import DraftConfig
+from specgraph.config.drafters import LookupDraftConfig
 from specgraph.drafters.base import Draft, Drafter, Target
 from specgraph.drafters.step import DraftStep
+from specgraph.errors import ConfigError
 from specgraph.kernels import step as functions
-from specgraph.kernels.state import Buffer
+from specgraph.kernels.state import EARLIER, SEPARATOR, Buffer
 
 HISTORY = Buffer(("B", "S"), indexed=True, tokens=True)
 """The state ``history``: the accepted tokens of every sequence."""
@@ -39,7 +46,13 @@ class LookupDrafter(Drafter):
 
     @classmethod
     def make(cls, options: Any, target: Target, given: Any) -> Draft:
-        """Nothing to bind: it needs the accepted tokens alone."""
+        """Nothing to bind: it needs accepted tokens alone."""
+        if options.max_cached_tokens and target.rule != "strict":
+            raise ConfigError(
+                f"draft.max_cached_tokens={options.max_cached_tokens} drafts from earlier outputs, and the rule "
+                f"{target.rule} would then bias requests with the seed of an earlier one; take strict, or leave it "
+                "out."
+            )
         return Draft(cls(options.num_speculative_tokens, options=options))
 
     def build(self, step: DraftStep) -> int:
@@ -62,9 +75,14 @@ class LookupDrafter(Drafter):
 
     def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
         """Append the node that proposes drafts ``[b, K]``, -1 for none, from what is recorded."""
-        common = {own.name for own in fields(DraftConfig)}
+        common = {own.name for own in fields(LookupDraftConfig)}
         options = {own.name: getattr(self.options, own.name) for own in fields(self.Config) if own.name not in common}
-        count = self.num_speculative_tokens
-        return step.propose(
-            self.function, history, step.rows, length, num_speculative_tokens=count, **options, name=name
-        )
+        options["num_speculative_tokens"] = self.num_speculative_tokens
+        most = self.options.max_cached_tokens
+        if not most:
+            return step.propose(self.function, history, step.rows, length, **options, name=name)
+        earlier = step.state(EARLIER, Buffer((most,), fill=SEPARATOR, owner="call"))
+        joined = step.call(functions.behind_earlier, earlier, history, step.rows, length, name=f"{name}_history")
+        texts, lengths = (step.call(operator.getitem, joined, n, name=f"{name}_{n}") for n in range(2))
+        found = step.call(self.function, texts, None, lengths, **options, name=f"{name}_found")
+        return step.propose(functions.until_separator, found, name=name)

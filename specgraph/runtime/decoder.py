@@ -310,6 +310,10 @@ class SpeculativeDecoder:
         """
         self._runners.forget_prefixes()
 
+    def forget_outputs(self) -> None:
+        """Let no request that begins from now on draft from outputs of before now (``draft.max_cached_tokens``)."""
+        self._runners.earlier.forget()
+
     def report(self) -> str:
         """What every pass did: time, matches, nodes, near misses, bytes shared, as Markdown."""
         last = [*self._runners.describe(), *self._engines.describe()]

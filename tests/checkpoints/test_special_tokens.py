@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specgraph
-from specgraph import SpecgraphWarning, SpeculativeDecoder, UnsupportedModelError
+from specgraph import SpecgraphWarning, SpeculativeDecoder
 from tests.decoding import CONFIG, assert_same_tokens, reference_greedy
 
 TINY = Path(specgraph.__file__).parents[1] / "examples/models/tiny-math"
@@ -49,16 +49,17 @@ def test_a_draft_with_another_special_token_is_taken_where_the_output_is_the_tar
                        reference_greedy(target(), prompts, 12))  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", ["typical", "synthetic"])
-def test_it_is_refused_where_drafts_change_the_output(rule: str, tmp_path: Path) -> None:
-    folder = renamed(tmp_path / "draft", "<|pad|>", "<|other|>")
-    with pytest.raises(UnsupportedModelError, match=f"special tokens differ .* With verify.rule={rule}, .* take one"):
-        drafted(folder, rule)
-
-
-def test_a_draft_with_another_ordinary_token_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("old", "rule"), [("<|pad|>", "typical"), ("<|pad|>", "synthetic"), (None, "strict")])
+def test_else_the_draft_drafts_the_other_tokens_alone(old: str | None, rule: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY / "target")
-    old = tokenizer.convert_ids_to_tokens(20)
-    folder = renamed(tmp_path / "draft", old, "Ŀĸ")
-    with pytest.raises(UnsupportedModelError, match="The draft's tokenizer differs from the target's: id 20 is"):
-        drafted(folder, "strict")
+    index = 20 if old is None else 1
+    folder = renamed(tmp_path / "draft", tokenizer.convert_ids_to_tokens(index), "Ŀĸ" if old is None else "<|other|>")
+    decoder = drafted(folder, rule)
+    assert f"the draft has another tokenizer (id {index} is " in decoder.report()
+    assert f": {len(tokenizer) - 1} of the target's {len(tokenizer)} tokens (" in decoder.report()
+    drafted_ids = decoder._program.drafter.draft_to_target
+    assert index not in drafted_ids and len(drafted_ids) == len(tokenizer) - 1
+    if rule == "strict":
+        prompts = [torch.tensor([31, 40, 50, 61])]
+        assert_same_tokens(target(), prompts, decoder.generate(prompts, max_new_tokens=12).new_tokens,
+                           reference_greedy(target(), prompts, 12))  # fmt: skip

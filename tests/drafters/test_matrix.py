@@ -29,6 +29,7 @@ from specgraph.drafters import dflash, dflash2, dspark
 from specgraph.ir.verifier import verify_program
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.detectors import check_fresh_drafts
+from tests.drafters.test_other_family import loaded
 from tests.harness import Options, Run, real_run
 from tests.models import make_model, ragged_prompts
 from tests.pairwise import Case, cover, pairs, product
@@ -40,6 +41,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"kind": "ngram"},
     "suffix": {"kind": "suffix"},
     "draft_model": {"kind": "draft_model"},
+    "draft_model, other tokens": {"kind": "draft_model"},
     "pard": {"kind": "draft_model", "parallel": True, "mask_token_id": MASK},
     "eagle": {"kind": "eagle"},
     "eagle3": {"kind": "eagle3"},
@@ -75,7 +77,7 @@ FULL = os.environ.get("SPECGRAPH_MATRIX") == "full"
 AXES = {"drafter": (*DRAFTERS,), "first": (None, *LOOKUPS), "target": TARGETS, "rule": (*RULES,), "k": (1, 3, 7)}
 
 
-SIBLINGS = ("suffix", "pard", "peagle", "mtp, 1", "mtp, 3 target-fed", "dflash2", "dspark")
+SIBLINGS = ("suffix", "draft_model, other tokens", "pard", "peagle", "mtp, 1", "mtp, 3 target-fed", "dflash2", "dspark")
 """Drafters that read the same of a target, and give verification the same, as one beside them. They meet a target
 with attention and one with recurrent layers, the rule that keeps all tokens and one that reads draft logits."""
 MET = {"target": ("llama", "qwen3_5_text"), "rule": ("strict", "probabilistic")}
@@ -123,8 +125,17 @@ def draft_model() -> PreTrainedModel:
 
 
 @functools.cache
+def other_draft() -> PreTrainedModel:
+    """A draft model that knows eight of the target's tokens, by other ids, and others."""
+    return loaded(make_model("llama", seed=2, dtype=torch.float64, vocab_size=12, eos_token_id=None), "a few letters")
+
+
+@functools.cache
 def draft(drafter: str, architecture: str) -> Any:
     options = load_config({"draft": {**DRAFTERS[drafter], "num_speculative_tokens": max(AXES["k"])}}).draft
+    if drafter == "draft_model, other tokens":
+        loaded(model(architecture), "letters")
+        return other_draft()
     if options.kind == "draft_model":
         return draft_model()
     head = random_head(model(architecture), options)

@@ -26,7 +26,7 @@ from specgraph import (
     SpeculativeDecoder,
     UnsupportedModelError,
 )
-from specgraph.checkpoints.tokenizers import check_same_tokenizer
+from specgraph.checkpoints.tokenizers import compare_tokenizers
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.medusa import MedusaDrafter
 from tests.decoding import compiled
@@ -326,9 +326,9 @@ def test_a_report_says_whether_the_tokenizers_were_compared() -> None:
     assert "the tokenizers were not compared, because neither model was loaded from a folder with one" in report
     folder = Path("examples/models/tiny-math")
     pair = [AutoModelForCausalLM.from_pretrained(folder / name) for name in ("target", "draft")]
-    assert check_same_tokenizer(*pair) == "the draft has the target's tokenizer, entry by entry"
+    assert compare_tokenizers(*pair) == ("the draft has the target's tokenizer, entry by entry", None)
     pair[1].name_or_path = ""
-    assert "because the draft was not loaded" in check_same_tokenizer(*pair)
+    assert "because the draft was not loaded" in compare_tokenizers(*pair)[0]
 
 
 def test_masks_and_ids_of_any_kind_of_integer_or_number_are_read(decoder: SpeculativeDecoder) -> None:

@@ -312,6 +312,7 @@ class Engine:
         """Free the state row and the pages of a sequence that has ended."""
         decoded, sequence.phase = sequence.phase is Phase.DECODE, Phase.DONE
         self._scheduler.ended()
+        self.memory.earlier.add(sequence.new_tokens)
         if decoded and self.pages.reuses:
             self.pages.offer(sequence.reserved, known_tokens(sequence.request.prompt, sequence.new_tokens))
         self.pages.give_back(sequence.reserved)

@@ -23,6 +23,7 @@ from specgraph.runtime.execution.plain_mode import current
 from specgraph.runtime.execution.ranks import RanksRunner
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.execution.workspace import PATIENCE, Workspace, bucket, next_sizes
+from specgraph.runtime.memory.earlier_outputs import EarlierOutputs
 from specgraph.runtime.memory.pages import PagePool
 from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.sizing import limited, page_size
@@ -41,6 +42,7 @@ class RunnerPool:
     Attributes:
         others: the programs of other GPUs that share the target.
         steps: for each of them the variants of its step.
+        earlier: the outputs of earlier requests, of which all sessions make use.
     """
 
     program: Program
@@ -52,6 +54,9 @@ class RunnerPool:
     idle: Workspace | None = None
     _recent: deque[StateSizes] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.earlier = EarlierOutputs(self.program)
 
     @functools.cached_property
     def block_size(self) -> int:
@@ -76,7 +81,7 @@ class RunnerPool:
         sizes = limited(self.program, self._cache, sizes, self.max_batch_size)
         # A size of 1 has code of its own, which would be compiled for the last sequence of a batch.
         least = 2 if self.program.compiled and sizes.rows > 1 else 1
-        return Runner(StateMemory(self.program, sizes, self._pages(sizes)), least)
+        return Runner(StateMemory(self.program, sizes, self._pages(sizes), self.earlier), least)
 
     @contextlib.contextmanager
     def lend(self, sizes: StateSizes) -> Iterator[Runner]:
@@ -130,7 +135,7 @@ class RunnerPool:
 
     def _new_workspace(self, program: Program, sizes: StateSizes, pages: PagePool) -> Workspace:
         with current(program.target.device):
-            return Workspace(program, sizes, pages, self.make_pool(program.target.device))
+            return Workspace(program, sizes, pages, self.earlier, self.make_pool(program.target.device))
 
     @property
     def _cache(self) -> CacheConfig:

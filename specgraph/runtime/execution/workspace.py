@@ -22,6 +22,7 @@ from specgraph.kernels.step.results import num_columns
 from specgraph.runtime.execution.cuda_graphs import GraphPool
 from specgraph.runtime.execution.inputs import padded_inputs
 from specgraph.runtime.execution.results import Mailbox, num_traced
+from specgraph.runtime.memory.earlier_outputs import EarlierOutputs
 from specgraph.runtime.memory.pages import PagePool
 from specgraph.runtime.memory.sizes import StateSizes, largest
 from specgraph.runtime.memory.state_memory import StateMemory
@@ -90,8 +91,10 @@ class Workspace(StateMemory):
         broken: whether one of them has waited in vain, behind which sums are not right any more.
     """
 
-    def __init__(self, program: Program, sizes: StateSizes, pages: PagePool, pool: GraphPool) -> None:
-        super().__init__(program, sizes, pages)
+    def __init__(
+        self, program: Program, sizes: StateSizes, pages: PagePool, earlier: EarlierOutputs, pool: GraphPool
+    ) -> None:
+        super().__init__(program, sizes, pages, earlier)
         device = program.target.device
         self.counters = new_counters(device) if self.counters is None else self.counters
         width = self.state["next_window"].shape[1]

@@ -9,11 +9,13 @@ from torch import Tensor
 from specgraph.ir.program import Program
 from specgraph.ir.state import allocate, num_bytes
 from specgraph.kernels.launch import new_counters
+from specgraph.kernels.state import EARLIER
+from specgraph.runtime.memory.earlier_outputs import EarlierOutputs
 from specgraph.runtime.memory.pages import PagePool, Reservation
 from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.sizing import page_bytes
 from specgraph.runtime.memory.snapshots import Snapshots
-from specgraph.runtime.memory.state_rows import Admission, StateRowInitializer
+from specgraph.runtime.memory.state_rows import Admission, StateRowInitializer, staged
 
 Reached = tuple[Reservation, Tensor, int, int]
 """Of a sequence whose state can be copied: what it has reserved, its prompt, its row, and the boundary reached."""
@@ -24,6 +26,7 @@ class StateMemory:
 
     Attributes:
         sizes: what it has room for.
+        earlier: the outputs of earlier requests of the decoder.
         state: the tensors that the step reads and writes.
         pages: those of the KV cache, and what is known of them.
         snapshots: copies of recurrent state; None if the target has none, or nothing is shared.
@@ -31,9 +34,9 @@ class StateMemory:
         num_bytes: what the state and its snapshots take at most.
     """
 
-    def __init__(self, program: Program, sizes: StateSizes, pages: PagePool) -> None:
+    def __init__(self, program: Program, sizes: StateSizes, pages: PagePool, earlier: EarlierOutputs) -> None:
         device = program.target.device
-        self.sizes, self.pages = sizes, pages
+        self.sizes, self.pages, self.earlier = sizes, pages, earlier
         self.state = allocate(program, sizes.by_letter(), device)
         pool = pages.snapshots
         self.snapshots = Snapshots(program, self.state, pool.count) if pool and pool.count else None
@@ -50,6 +53,9 @@ class StateMemory:
     def admit(self, entering: Sequence[Admission]) -> None:
         """Begin sequences, each in its row, with the state that it shares."""
         self._initialize(entering)
+        if EARLIER in self.state:
+            there = self.state[EARLIER]
+            there.copy_(staged(self.earlier.tokens(), there.device), non_blocking=True)
         if self.snapshots is not None:
             self.snapshots.load([(new.snapshot, new.state_row) for new in entering if new.snapshot is not None])
 
