@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,9 +20,14 @@ import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.drafters import draft_model
 from specgraph.kernels import step
+from specgraph.runtime.execution.engine import Engine
 from specgraph.runtime.outputs.stats import Stats
-from tests.decoding import CONFIG, compiled
+from specgraph.runtime.schedule.num_drafts import Choice
+from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance
+from specgraph.runtime.schedule.sequences import ActiveSequence
+from tests.decoding import CONFIG, choose_at_random, compiled
 from tests.models import make_model
+from tests.runtime.test_k_by_load import captured
 
 VOCAB, LENGTH, BATCH = 3, 4, 8192
 RUNS = 5
@@ -34,6 +40,8 @@ FEWER, UP = {1: 3, 4000: 1, 5500: 2}, {1: 3, 5000: 1, 6500: 2}
 """
 ENDS = "ends"
 """Chains of at most three drafts, which end where the draft is not sure."""
+EACH = "each"
+"""A number of drafts for each sequence and step, by dice."""
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
                          "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 16}  # fmt: skip
 
@@ -96,9 +104,11 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
         ("block", "draft_model", -1, UP, 0.7, 2),
         ("probabilistic", "draft_model", 1, ENDS, 1.0, 0),
         ("block", "draft_model", 1, ENDS, 1.0, 0),
+        ("probabilistic", "draft_model", -1, EACH, 0.7, 2),
+        ("block", "draft_model", -1, EACH, 0.7, 2),
     ],
     ids=["strict, drawn", "probabilistic, point masses", "probabilistic, K by load", "block, K by load",
-         "probabilistic, chains end", "block, chains end"],
+         "probabilistic, chains end", "block, chains end", "probabilistic, K for each", "block, K for each"],
 )  # fmt: skip
 def test_joint_distribution_over_several_steps(
     rule: str, kind: str, draft: int | None, k: int | dict[int, int] | str, temperature: float, top_k: int,
@@ -107,11 +117,16 @@ def test_joint_distribution_over_several_steps(
     monkeypatch.setattr(draft_model, "least_survival", lambda *models: 0.3)  # the models are hardly sure of anything
     loaded = None if draft is None else opposite() if draft < 0 else model(draft)
     extra: dict[str, Any] = {"verify": {"rule": rule}, "max_batch_size": BATCH}
-    decoder = compiled(model(0), kind, k, loaded, **extra) if k != ENDS else ending(rule)  # type: ignore[arg-type]
+    if k == EACH:
+        monkeypatch.setattr(RecentAcceptance, "choose", choose_at_random())
+        decoder = replayed(rule, loaded)
+    else:
+        decoder = compiled(model(0), kind, k, loaded, **extra) if k != ENDS else ending(rule)  # type: ignore[arg-type]
     counts, last = sampled(decoder, RUNS, temperature, top_k)
     assert counts.sum() >= 40_000
-    if k == ENDS:
+    if k in (ENDS, EACH):
         assert len(last.steps_by_drafts) > 1
+    if k == ENDS:
         assert decoder._program.drafter.least_survival == 0.3
     assert not isinstance(k, dict) or {mode.drafts for mode in decoder._step_cache.steps} == {2, 1, None}
     p = p_value(counts, exact_joint(temperature, top_k))
@@ -132,6 +147,27 @@ def test_a_draft_that_is_left_out_because_of_its_own_value_is_found(rule: str, m
     counts, _ = sampled(ending(rule), 2, 1.0, 0)
     print(f"p = {p_value(counts, exact_joint(1.0, 0)):.3g}")
     assert p_value(counts, exact_joint(1.0, 0)) < 1e-9
+
+
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+def test_numbers_of_drafts_that_follow_from_the_drafts_themselves_are_found(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def biased(engine: Engine, decoding: Sequence[ActiveSequence]) -> Choice:
+        drafts = engine._runner.real_drafts([sequence.state_row for sequence in decoding])
+        return Choice(None, [next((n for n, token in enumerate(own) if token < 1), len(own)) for own in drafts])
+
+    monkeypatch.setattr(Engine, "_worthwhile_drafts", biased)
+    counts, _ = sampled(replayed(rule, model(1)), 2, 1.0, 0)
+    print(f"p = {p_value(counts, exact_joint(1.0, 0)):.3g}")
+    assert p_value(counts, exact_joint(1.0, 0)) < 1e-9
+
+
+def replayed(rule: str, draft: PreTrainedModel | None) -> SpeculativeDecoder:
+    """A decoder that chooses K without a look at the drafts, as on a GPU."""
+    drafting = {"draft.kind": "draft_model", "draft.num_speculative_tokens": 3, "draft.adaptive": True}
+    config = {**CONFIG, **drafting, "verify": {"rule": rule}, "max_batch_size": BATCH}
+    return captured(specgraph.compile_speculative(model(0), config, draft=draft))
 
 
 def ending(rule: str) -> SpeculativeDecoder:
