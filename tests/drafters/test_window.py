@@ -21,12 +21,12 @@ from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.ir.state import State
 from tests import harness
+from tests.capturing import captured
 from tests.decoding import CONFIG, compiled
 from tests.detectors import check_fresh_drafts
 from tests.drafters.test_matrix import DRAFTERS, PROMPTS, VOCAB, draft, heads_exported_once, model
 from tests.harness import PlantBug, blank_state, draft_caches, drafting_config, drafting_stage, forced_run
 from tests.models import ragged_prompts, shared_model
-from tests.runtime.test_k_by_load import captured
 from tests.runtime.test_prefixes import PROMPTS as SHARING
 from tests.runtime.test_prefixes import REUSING, steps_of
 

@@ -25,9 +25,9 @@ from specgraph.runtime.outputs.stats import Stats
 from specgraph.runtime.schedule.num_drafts import Choice
 from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance
 from specgraph.runtime.schedule.sequences import ActiveSequence
+from tests.capturing import captured
 from tests.decoding import CONFIG, choose_at_random, compiled
 from tests.models import make_model
-from tests.runtime.test_k_by_load import captured
 
 VOCAB, LENGTH, BATCH = 3, 4, 8192
 RUNS = 5

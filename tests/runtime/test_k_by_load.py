@@ -17,12 +17,13 @@ from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prompt_shapes import Overhead
 from specgraph.specialise.mode import Mode
 from tests import harness
+from tests.capturing import captured
 from tests.decoding import compiled
 from tests.detectors import check_fresh_start
 from tests.drafters.test_matrix import NEW_TOKENS, PROMPTS, decoder, heads_exported_once, model
 from tests.harness import Options, Run, drafting_stage
 from tests.models import shared_model
-from tests.runtime.test_runner import Calls, idle
+from tests.runtime.test_runner import idle
 
 __all__ = ["heads_exported_once"]
 
@@ -58,13 +59,6 @@ def made(
     drafter: str, first: str | None = None, rule: str = "strict", table: dict[int, int] = TABLE, **extra: Any
 ) -> SpeculativeDecoder:
     return decoder(drafter, first, "llama", rule, table, max_length=64, **extra)
-
-
-def captured(tested: SpeculativeDecoder) -> SpeculativeDecoder:
-    """Its decode steps are replayed, and read one step behind."""
-    tested._program.captured = True
-    tested._runners.make_pool = Calls
-    return tested
 
 
 @functools.cache

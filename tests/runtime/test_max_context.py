@@ -22,10 +22,11 @@ from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance, Share
 from specgraph.runtime.schedule.sequences import ActiveSequence
 from specgraph.runtime.schedule.step_costs import StepCosts
 from specgraph.specialise.mode import Mode
+from tests.capturing import captured
 from tests.decoding import CONFIG, compiled
 from tests.drafters.test_matrix import DRAFTERS, MATCH, PROMPTS, VOCAB, draft, heads_exported_once, model
 from tests.models import ragged_prompts
-from tests.runtime.test_k_by_load import EACH, KINDS, SIBLINGS, captured, in_a_session
+from tests.runtime.test_k_by_load import EACH, KINDS, SIBLINGS, in_a_session
 from tests.runtime.test_k_by_load import plain as tokens_without_drafts
 from tests.runtime.test_prefixes import REUSING, drafts_of
 

@@ -16,9 +16,10 @@ from specgraph.runtime.requests.request import Request
 from specgraph.runtime.schedule.recent_acceptance import AGAIN, RecentAcceptance, SharedAcceptance
 from specgraph.runtime.schedule.sequences import ActiveSequence
 from specgraph.runtime.schedule.step_costs import StepCosts
+from tests.capturing import captured
 from tests.decoding import CONFIG, choose_at_random, in_a_stream_and_a_session
 from tests.drafters.test_matrix import DRAFTERS, MATCH, PROMPTS, draft, heads_exported_once, model
-from tests.runtime.test_k_by_load import EACH, KINDS, captured, plain
+from tests.runtime.test_k_by_load import EACH, KINDS, plain
 
 __all__ = ["heads_exported_once"]
 

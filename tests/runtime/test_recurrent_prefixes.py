@@ -23,11 +23,11 @@ from specgraph.runtime.memory import sizing as memory
 from specgraph.runtime.memory.pages import PagePool, Reservation
 from specgraph.runtime.memory.sizes import StateSizes
 from specgraph.runtime.memory.snapshots import Boundaries, SnapshotPool, Snapshots, snapshot_bytes
+from tests.capturing import captured
 from tests.decoding import CONFIG, compiled
 from tests.drafters.mtp_files import OPTIONS as MTP_OPTIONS
 from tests.drafters.mtp_files import random_modules
 from tests.models import make_head, make_model, ragged_prompts
-from tests.runtime.test_runner import Calls
 
 SHARED, OTHER = ragged_prompts((53, 21))
 TAILS = ragged_prompts((1, 5, 18, 2))
@@ -279,7 +279,7 @@ def test_states_that_are_kept_keep_their_snapshots() -> None:
     """A workspace outlives the calls of a decoder, as on a GPU; steps are replayed, and copies run between them."""
     decoder = compiled(make_model(DELTA, dtype=torch.float64), "ngram", 3, **EXTRA)
     expected = decoder.generate(PROMPTS, max_new_tokens=9, eos_token_id=[])
-    decoder._program.captured, decoder._runners.make_pool = True, Calls
+    captured(decoder)
     decoder._runners.cache = replace(decoder._runners.cache, reuse_prefixes=True)
     for _ in range(2):
         found = decoder.generate(PROMPTS, max_new_tokens=9, eos_token_id=[])

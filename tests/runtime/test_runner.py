@@ -28,6 +28,7 @@ from specgraph.runtime.execution.workspace import PATIENCE, SHRINK_BYTES, Shape,
 from specgraph.runtime.memory.sizes import StateSizes, largest
 from specgraph.runtime.memory.state_rows import staged
 from specgraph.runtime.schedule.prefill import Chunk
+from tests.capturing import Calls, captured
 from tests.decoding import compiled
 from tests.models import ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
@@ -36,30 +37,9 @@ PROMPTS = ragged_prompts((3, 17, 8, 1))
 LENGTHS = (9, 30, 9, 9)
 
 
-class Calls:
-    """A pool that replays a graph by calling the function again, into the tensor that the first call gave."""
-
-    num_bytes = 3_000_000
-
-    def __init__(self, device: torch.device) -> None:
-        self.captured: list[Callable[[], None]] = []
-
-    def capture(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        packed = function()
-
-        def replay() -> None:
-            packed.copy_(function())
-
-        self.captured.append(replay)
-        return replay, packed
-
-
 def replaying(kind: str = "ngram", **extra: Any) -> SpeculativeDecoder:
     """A decoder whose decode steps are replayed, and read one step behind."""
-    decoder = compiled(shared_model("llama", dtype=torch.float64), kind, **extra)
-    decoder._program.captured = True
-    decoder._runners.make_pool = Calls
-    return decoder
+    return captured(compiled(shared_model("llama", dtype=torch.float64), kind, **extra))
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from specgraph.drafters.step import DraftStep
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.schedule.num_drafts import Worth
 from specgraph.runtime.schedule.step_costs import StepCosts
+from tests.capturing import captured
 from tests.decoding import CONFIG, compiled, in_a_stream_and_a_session
 from tests.models import VOCAB, ragged_prompts, shared_model
-from tests.runtime.test_k_by_load import captured
 
 K = 4
 PROMPTS = [torch.tensor(p) for p in ([5, 6, 5, 6, 5], [8], [1, 2, 3, 4] * 4, [7] * 9)]

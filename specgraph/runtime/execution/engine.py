@@ -324,7 +324,7 @@ class Engine:
         sequences, num_prompts = under_way.plan.sequences, len(under_way.forced)
         read = under_way.results.read(len(sequences), logprobs=self._asked.logprobs != "none")
         told = under_way.results.trace(len(sequences)) if self._asked.traced else None
-        pause, going_on, each = under_way.pause, under_way.plan.going_on, under_way.plan.choice.each
+        pause, going_on = under_way.pause, under_way.plan.going_on
         outputs, broken, failed = [], [], list[ActiveSequence]()
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.
         for place, sequence in enumerate(sequences):
@@ -357,15 +357,10 @@ class Engine:
                 request = sequence.request
                 reason = "eos" if tokens and tokens[-1] in request.eos_ids else request.limit_reason
                 self._leave(sequence)
-            decoding, drafts = place >= num_prompts and len(tokens) > 0, under_way.drafts
-            if decoding and each is not None:
-                drafts = min(each[place - num_prompts], drafts)
+            decoding = place >= num_prompts and len(tokens) > 0
             traced = None if told is None else DraftTraceView(told, place, max(left - 1, 0))
-            outputs.append(
-                Output(
-                    sequence.number, tokens, logprobs, decoding, read.confidence[place], reason, error, traced, drafts
-                )
-            )
+            rest = read.confidence[place], reason, error, traced, under_way.verified(place)
+            outputs.append(Output(sequence.number, tokens, logprobs, decoding, *rest))
         self._halt([*broken, *failed])
         if broken:
             self.pages.forget()  # nobody shall find a NaN there
@@ -374,7 +369,7 @@ class Engine:
         outputs += [Output(s.number, finish_reason="error", error=e) for s, e in zip(broken, errors, strict=True)]
         begin, self._begin = self._begin, time.perf_counter()
         reused, self._reused_tokens = self._reused_tokens, 0
-        seconds = self._begin - begin
+        seconds, drafts = self._begin - begin, under_way.drafts
         self._learn(under_way, read.num_emitted, seconds)
         waited = None if pause is None else pause.seconds
-        return Step(outputs, under_way.prompt_tokens, seconds, under_way.drafts, reused_tokens=reused, host_seconds=waited)
+        return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused, host_seconds=waited)

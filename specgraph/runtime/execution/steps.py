@@ -88,6 +88,13 @@ class InFlightStep:
     drafts: int = 0
     noted: Any = None
 
+    def verified(self, place: int) -> int:
+        """How many drafts of the sequence at ``place`` it verifies at most."""
+        each, own = self.plan.choice.each, place - len(self.forced)
+        if own < 0:
+            return 0
+        return self.drafts if each is None else min(each[own], self.drafts)
+
     def refused(self, place: int, bad: int, given: int, count: int) -> tuple[int, SpecgraphError | None]:
         """How many of the ``count`` tokens that came out of the unforced rows of a sequence are right, and why no more.
 

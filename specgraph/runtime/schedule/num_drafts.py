@@ -52,6 +52,10 @@ class Choice(NamedTuple):
         return [drafts + 1] * count if self.each is None else [own + 1 for own in self.each]
 
 
+NO_CHOICE = Choice()
+"""All drafts of all sequences."""
+
+
 class ChoosesDrafts:
     """Chooses K for the steps of one engine.
 

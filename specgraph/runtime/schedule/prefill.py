@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, captured_width, entries, num_together, padded_rows
 
+
 class Chunk(NamedTuple):
     """A window of prompt tokens, still on the host.
 

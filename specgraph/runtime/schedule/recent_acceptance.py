@@ -39,11 +39,12 @@ mean of the first ones until they have this weight."""
 UNSEEN = 1 / 64
 """The part by which the estimate of a draft that was not verified approaches that of the last one that was."""
 HOPE_AGAIN = 1 / 256
-"""The part by which the estimate of a sequence's first draft approaches 1 if it verifies none and others do, so that one
-is tried again."""
+"""The part by which the estimate of a sequence's first draft approaches 1 if it verifies none and others do, so that
+one is tried again."""
 GAIN, GAIN_UNTRIED = 1.03, 1.08
-"""How many times as many tokens per second another option has to promise than that of the last steps: the first step of
-a larger K has none of the further drafts yet, and one that was not tried is captured first, which takes a second or so."""
+"""How many times as many tokens per second another option has to promise than that of the last steps: the first step
+of a larger K has none of the further drafts yet, and what was not tried is captured first, which takes a second or so.
+"""
 MAKING = 0.25
 """Which part of the time for one more draft is for making it, and not for verifying it, before any step has shown."""
 HOPE = 0.95
@@ -142,9 +143,7 @@ class RecentAcceptance(ChoosesDrafts):
         """Expect nothing of these sequences, and learn nothing from what they emit."""
         self._own[rows], self._made[rows] = 0.0, 0
 
-    def choose(
-        self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]
-    ) -> Choice:
+    def choose(self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]) -> Choice:
         """As :meth:`ChoosesDrafts.choose`. ``drafts`` are not looked at."""
         key = self._key(kind, len(sequences))
         own = self._own[[sequence.state_row for sequence in sequences]]
@@ -221,7 +220,7 @@ class RecentAcceptance(ChoosesDrafts):
             rates[Option(k)] = (count + survival[:, :k].sum()) / cost
         if not self._ragged:
             return rates
-        # A step takes what its rows take, and a part of what a step takes longer that makes and verifies one draft more.
+        # A step takes what its rows take, and for each further draft a part of what one costs that is verified, too.
         making = max(0.0, MAKING * float((np.diff(seconds) / np.diff(widths)).min()))
         for k in self.choices[1:]:
             gains = -np.sort(-survival[:, :k], axis=None).cumsum()

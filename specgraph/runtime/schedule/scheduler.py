@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from specgraph.runtime.memory.pages import PagePool, Reservation
-from specgraph.runtime.schedule.num_drafts import Choice
+from specgraph.runtime.schedule.num_drafts import NO_CHOICE, Choice
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prefill import PendingPrompt
 from specgraph.runtime.schedule.prompt_shapes import FULL_ROWS, MOST_ROWS, fill, group_size, rows_beside
@@ -47,7 +47,7 @@ class Plan:
     entering: Sequence[Entry] = ()
     prompts: Mapping[ActiveSequence, int] = field(default_factory=dict)
     decoding: Sequence[ActiveSequence] = ()
-    choice: Choice = Choice()
+    choice: Choice = NO_CHOICE
     plain: bool = False
     going_on: frozenset[ActiveSequence] = frozenset()
 
@@ -104,7 +104,7 @@ class Scheduler:
                 pending = {}
             else:
                 decoding = []
-        choice = Choice(0) if too_long else self._choose_drafts(decoding) if decoding else Choice()
+        choice = Choice(0) if too_long else self._choose_drafts(decoding) if decoding else NO_CHOICE
         prompts = self._prompts(pending, choice.num_rows(len(decoding), self._width - 1), decodes=decodes)
         going_on = frozenset(s for s, count in prompts.items() if count < pending[s].left)
         return Plan(entering, prompts, decoding, choice, too_long and not pending, going_on)
