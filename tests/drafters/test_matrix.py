@@ -127,7 +127,8 @@ def draft_model() -> PreTrainedModel:
 @functools.cache
 def other_draft() -> PreTrainedModel:
     """A draft model that knows eight of the target's tokens, by other ids, and others."""
-    return loaded(make_model("llama", seed=2, dtype=torch.float64, vocab_size=12, eos_token_id=None), "a few letters")
+    sizes = {"vocab_size": 12, "num_hidden_layers": 1}
+    return loaded(make_model("llama", seed=2, dtype=torch.float64, eos_token_id=None, **sizes), "a few letters")
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from specgraph.drafters.lookup import LookupDrafter
 from specgraph.drafters.registry import drafter_classes
 from specgraph.drafters.step import DraftStep
 from specgraph.runtime.execution.runner import Runner
-from specgraph.runtime.schedule.num_drafts import Worth
+from specgraph.runtime.schedule.num_drafts import Choice, Worth
 from specgraph.runtime.schedule.step_costs import StepCosts
 from tests.capturing import captured
 from tests.decoding import CONFIG, compiled, in_a_stream_and_a_session
@@ -77,8 +77,8 @@ def num_rows(widths: Sequence[tuple[int, int]]) -> int:
     return sum(count * width for count, width in widths)
 
 
-def at_random(worth: Worth, *_: Any) -> int:
-    return _DICE.choice(worth.choices)
+def at_random(worth: Worth, *_: Any) -> Choice:
+    return Choice(_DICE.choice(worth.choices))
 
 
 _DICE = random.Random(0)
@@ -118,7 +118,7 @@ def test_a_stream_and_a_session_choose_too(plain: SpeculativeDecoder, monkeypatc
 
 
 def test_a_trace_shows_the_drafts_that_were_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worth, "choose", lambda worth, *_: 2)
+    monkeypatch.setattr(Worth, "choose", lambda worth, *_: Choice(2))
     trace = adaptive().generate(PROMPTS[:4], max_new_tokens=20, eos_token_id=[], trace=True).trace
     assert trace is not None
     assert max(len(step.drafts) for step in trace) == 2
