@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specgraph.compiler.first_layers import first_layers
 from specgraph.config import Config
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import NumericsError, UnsupportedModelError
+from specgraph.frontend.first_layers import first_layers
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.recurrent import hooked_recurrence
 from specgraph.frontend.tracing import ATTENTION, TracedModel, trace

@@ -96,6 +96,21 @@ class DraftModelConfig(ParallelDraftConfig):
 
 
 @dataclass
+class EarlyExitDraftConfig(DraftConfig):
+    """Keys of ``draft`` for drafts from the target's first layers."""
+
+    kind: str = "early_exit"
+    exit_layer: int | None = None
+    """how many of the target's layers drafts come from. It has to be given; LayerSkip checkpoints do not say it."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for a number that makes no sense."""
+        super().check()
+        if self.exit_layer is not None:
+            at_least_one("draft.exit_layer", self.exit_layer)
+
+
+@dataclass
 class MedusaDraftConfig(DraftConfig):
     """Keys of ``draft`` for Medusa heads. They add none to those of all drafters."""
 

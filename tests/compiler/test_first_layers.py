@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from specgraph import UnsupportedModelError
 from specgraph.compiler import selfcheck
-from specgraph.compiler.first_layers import first_layers
 from specgraph.config import load_config
+from specgraph.frontend.first_layers import first_layers
 from specgraph.frontend.tracing import trace
 from specgraph.runtime.requests.request import Limits
 from tests.models import VOCAB, make_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     ``layer_types``, say the same of them. The model itself stays as it is. None if its layers are not found, which are
     a list of as many modules as the configuration says, or if all of them are needed.
     """
+    made = with_first_layers(model, _one_of_each)
+    moved: Any = None if made is None else own_copy(made, shared=()).to(device)  # it has tensors of its own then
+    return moved
+
+
+def with_first_layers(model: PreTrainedModel, keep: int | Callable[[list[object]], int]) -> PreTrainedModel | None:
+    """A copy of ``model`` that shares its tensors, with its first layers alone.
+
+    ``keep`` says how many, or finds that in what kinds of layers there are. None as in :func:`first_layers`.
+    """
     made = own_copy(model)
     config: Any = made.config.get_text_config()
     count = config.num_hidden_layers
@@ -27,16 +38,19 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
         return None
     owner, name, layers = lists[0]
     by_layer = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
-    kinds = [
-        (tuple(map(type, layer.modules())), repr([value[index] for value in by_layer.values()]))
-        for index, layer in enumerate(layers)
-    ]
-    keep = max(2, 1 + max(map(kinds.index, kinds)))
+    if not isinstance(keep, int):
+        keep = keep([
+            (tuple(map(type, layer.modules())), repr([value[index] for value in by_layer.values()]))
+            for index, layer in enumerate(layers)
+        ])  # fmt: skip
     if keep >= count:
         return None
     setattr(owner, name, layers[:keep])
     config.num_hidden_layers = keep
     for key, value in by_layer.items():
         setattr(config, key, value[:keep])
-    moved: Any = own_copy(made, shared=()).to(device)  # what is left has tensors of its own now
-    return moved
+    return made
+
+
+def _one_of_each(kinds: list[object]) -> int:
+    return max(2, 1 + max(map(kinds.index, kinds)))
