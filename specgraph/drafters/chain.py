@@ -51,7 +51,7 @@ class ChainDrafter(Drafter):
             raise PassError(f"insert_draft: {self.name} needs num_speculative_tokens >= 1, got {count}.")
         modules = step.program.modules
         modules["draft"] = _join(modules.pop(BODY), modules.pop(HEAD))
-        bound, inputs = self.bind(step), self.first_inputs(step)
+        bound, inputs = self.bind_state(step), self.first_inputs(step)
         recurrent = SETTLED_BY in bound
         if recurrent:
             inputs[SETTLED_BY] = step.last
@@ -80,7 +80,7 @@ class ChainDrafter(Drafter):
                 survival = step.survival(logits, wanted, survival, row)
         return count
 
-    def bind(self, step: DraftStep) -> dict[str, fx.Node]:
+    def bind_state(self, step: DraftStep) -> dict[str, fx.Node]:
         """The state inputs of the module ``draft``, by their names in it."""
         return step.program.bind("draft", "draft")
 

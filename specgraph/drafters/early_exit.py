@@ -59,7 +59,7 @@ class EarlyExitDrafter(ChainDrafter):
         drafter = cls(options.num_speculative_tokens, modules, {BODY: traced.info})
         return Draft(drafter, first, traced, (f"drafts come from {count} of the target's {layers} layers",))
 
-    def bind(self, step: DraftStep) -> dict[str, fx.Node]:
+    def bind_state(self, step: DraftStep) -> dict[str, fx.Node]:
         """The target's KV cache in the place of one of its own."""
         every = step.program.inputs[TARGET_CACHES]
         for node in step.program.modules["draft"].graph.find_nodes(op="placeholder"):
