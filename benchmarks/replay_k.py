@@ -66,7 +66,8 @@ def replay(sequences: Sequence[Written], prices: Prices, worth: Worth) -> float:
     seconds = 0.0
     while decoding := [s for s in state if len(s.new_tokens) < len(sequences[s.number][0])]:
         drafts = [sequences[s.number][1][len(s.new_tokens)] for s in decoding]
-        k = worth.choose("replay", decoding, drafts)
+        k = worth.choose("replay", decoding, drafts).drafts
+        assert k is not None, "what looks at drafts says how many"
         seconds += prices.of("replay", len(decoding) * (k + 1))
         for sequence, own in zip(decoding, drafts, strict=True):
             tokens, begin = sequences[sequence.number][0], len(sequence.new_tokens)

@@ -76,8 +76,8 @@ class LookupDrafter(Drafter):
     def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
         """Append the node that proposes drafts ``[b, K]``, -1 for none, from what is recorded."""
         common = {own.name for own in fields(LookupDraftConfig)}
-        options = {own.name: getattr(self.options, own.name) for own in fields(self.Config) if own.name not in common}
-        options["num_speculative_tokens"] = self.num_speculative_tokens
+        own = {each.name: getattr(self.options, each.name) for each in fields(self.Config) if each.name not in common}
+        options = {"num_speculative_tokens": self.num_speculative_tokens, **own}
         most = self.options.max_cached_tokens
         if not most:
             return step.propose(self.function, history, step.rows, length, **options, name=name)
