@@ -43,8 +43,8 @@ HOPE_AGAIN = 1 / 256
 one is tried again."""
 GAIN, GAIN_UNTRIED = 1.03, 1.08
 """How many times as many tokens per second another option has to promise than that of the last steps: the first step
-of a larger K has none of the further drafts yet, and what was not tried is captured first, which takes a second or so.
-"""
+of a larger K has none of the further drafts yet, and what was not tried is captured first, which takes longer than many
+steps."""
 MAKING = 0.25
 """Which part of the time for one more draft is for making it, and not for verifying it, before any step has shown."""
 HOPE = 0.95
