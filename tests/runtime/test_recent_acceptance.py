@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.config import load_config
 from specgraph.runtime.requests.request import Request
-from specgraph.runtime.schedule.recent_acceptance import AGAIN, RecentAcceptance, SharedAcceptance
+from specgraph.runtime.schedule.recent_acceptance import AGAIN, RecentAcceptance, SharedAcceptance, describe
 from specgraph.runtime.schedule.sequences import ActiveSequence
 from specgraph.runtime.schedule.step_costs import StepCosts
 from tests.capturing import captured
@@ -54,7 +55,9 @@ def test_a_stream_and_a_session_choose_too(monkeypatch: pytest.MonkeyPatch) -> N
     streamed, found, stats = in_a_stream_and_a_session(tested, PROMPTS, **common)
     assert streamed == expected and found == expected
     assert len(stats.steps_by_drafts) > 2
-    assert "by how many drafts were accepted lately" in tested.report()
+    report = tested.report()
+    assert "by how many drafts were accepted lately" in report and "ones is accepted with a probability of 0." in report
+    assert re.search(r"a step of up to \d sequences takes, by what was tried last: .*K = \d \d+\.\d\d ms", report)
 
 
 @pytest.mark.parametrize("given", [{"draft": {"kind": "eagle", "num_speculative_tokens": "auto"}}])
@@ -142,6 +145,8 @@ def test_mixed_sequences_get_a_number_of_drafts_each_where_rows_are_dear() -> No
     found = machine.tokens_per_second(2000)
     best = max(machine.of_fixed(k) for k in range(MOST + 1))
     assert found > 1.1 * best
+    rates, steps = describe(*machine._of_all[:2])
+    assert "of up to 64 sequences" in steps and "K = 2 over 128 rows" in steps and rates.count(", 0.") == MOST - 1
     each = machine.worth.choose("kind", machine._sequences, ()).each
     assert each is not None and sum(each[1::2]) > 4 * sum(each[::2])
 

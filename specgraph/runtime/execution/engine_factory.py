@@ -23,7 +23,7 @@ from specgraph.runtime.memory.sizing import modest
 from specgraph.runtime.schedule.num_drafts import ChoosesDrafts, Longest, Worth, choices
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prompt_shapes import Overhead
-from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance, SharedAcceptance
+from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance, SharedAcceptance, describe
 from specgraph.runtime.schedule.step_costs import StepCosts
 from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
@@ -128,16 +128,17 @@ class EngineFactory:
     def _described_choices(self) -> list[str]:
         if not self.adapts:
             return []
-        drafter, numbers = self.program.drafter, sorted(self.chosen)
+        drafter, numbers, why = self.program.drafter, sorted(self.chosen), list[str]()
         if not self._sees_drafts:
             reason = "by how many drafts were accepted lately, and by what steps have taken"
+            why = describe(self._acceptance, self.costs)
         elif not drafter.least_survival:
             numbers, reason = choices(drafter.num_speculative_tokens), "by what its drafts are worth"
         else:
             least = f"{drafter.least_survival:.2g}"
             reason = f"while all drafts are right with a probability of {least}, as the draft sees it"
         among = "; ".join(f"{k} in {self.chosen[k]} steps" for k in numbers)
-        return [f"K is chosen for each step, {reason} (draft.adaptive): {among}"]
+        return [f"K is chosen for each step, {reason} (draft.adaptive): {among}", *why]
 
     @functools.cached_property
     def _acceptance(self) -> SharedAcceptance:

@@ -235,6 +235,22 @@ class RecentAcceptance(ChoosesDrafts):
         return max(0.0, with_one / known[Option(0)] - 1)
 
 
+def describe(shared: SharedAcceptance, costs: StepCosts) -> list[str]:
+    """Lines that say what choices follow from: what all sequences have shown of drafts, and what steps take."""
+    if not costs.kinds():
+        return []
+    rates = ", ".join(f"{rate:.2f}" for rate in shared.rates)
+    lines = [f"a draft behind accepted ones is accepted with a probability of {rates}, by its position"]
+    for kind, count in sorted(costs.kinds(), key=str):
+        known: dict[Option, float] = costs.known((kind, count))
+        steps = (
+            f"K = {o.drafts}{'' if o.rows is None else f' over {o.rows} rows'} {1e3 * known[o]:.2f} ms"
+            for o in sorted(known, key=lambda o: (o.drafts, o.rows or 0))
+        )
+        lines.append(f"a step of up to {count} sequences takes, by what was tried last: {', '.join(steps)}")
+    return lines
+
+
 @functools.lru_cache(maxsize=4096)
 def _packed_rows(count: int, k: int) -> list[int]:
     """The numbers of packed rows for which steps of K are captured, between those of no drafts and of all."""

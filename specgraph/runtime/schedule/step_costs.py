@@ -52,6 +52,10 @@ class StepCosts:
         risen = old.seconds + RISE * (min(seconds, MOST_RISE * old.seconds) - old.seconds)
         old.seconds, old.tries = min(seconds, risen), old.tries + 1
 
+    def kinds(self) -> list[Any]:
+        """The kinds of steps of which any is known."""
+        return [kind for kind in [*self._kinds] if self.known(kind)]
+
     def known(self, kind: Hashable) -> dict[Any, float]:
         """The seconds of steps of a kind, by their numbers of rows."""
         return {n: e.seconds for n, e in [*self._kinds.get(kind, {}).items()] if e.tries >= TRIES}
