@@ -38,6 +38,7 @@ VOCAB, MATCH, NEW_TOKENS = 11, 2, 12
 MASK = 5
 
 DRAFTERS: dict[str, dict[str, Any]] = {
+    "early_exit": {"kind": "early_exit", "exit_layer": 1},
     "ngram": {"kind": "ngram"},
     "suffix": {"kind": "suffix"},
     "draft_model": {"kind": "draft_model"},
@@ -58,6 +59,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 TARGETS = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "qwen3", "glm4_moe")
 COVERED = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
+RECURRENT = "qwen3_5_text"
 """The targets of the cover. The layers of DeepSeek have the experts of GLM's; windows are those of GPT-OSS, too, and
 ``test_heads.py`` has the other Gemma. ``tests/frontend/test_architectures.py`` and ``test_mtp_layouts.py`` run the
 others."""
@@ -77,20 +79,24 @@ FULL = os.environ.get("SPECGRAPH_MATRIX") == "full"
 AXES = {"drafter": (*DRAFTERS,), "first": (None, *LOOKUPS), "target": TARGETS, "rule": (*RULES,), "k": (1, 3, 7)}
 
 
-SIBLINGS = ("suffix", "draft_model, other tokens", "pard", "peagle", "mtp, 1", "mtp, 3 target-fed", "dflash2", "dspark")
+SIBLINGS = (
+    "suffix", "draft_model, other tokens", "early_exit", "pard", "peagle", "mtp, 1", "mtp, 3 target-fed", "dflash2",
+    "dspark",
+)  # fmt: skip
 """Drafters that read the same of a target, and give verification the same, as one beside them. They meet a target
 with attention and one with recurrent layers, the rule that keeps all tokens and one that reads draft logits."""
 MET = {"target": ("llama", "qwen3_5_text"), "rule": ("strict", "probabilistic")}
 
 
 def possible(drafter: str, first: str | None, **others: Any) -> bool:
-    """A lookup has nothing that another lookup could stand in front of, which is refused."""
-    return first is None or drafter not in LOOKUPS
+    """A lookup has nothing that another lookup could stand in front of, and a recurrent target is not left early; both
+    are refused."""
+    return (first is None or drafter not in LOOKUPS) and (drafter, others["target"]) != ("early_exit", RECURRENT)
 
 
 def covered(drafter: str, first: str | None, **others: Any) -> bool:
     met = drafter not in SIBLINGS or all(others[axis] in values for axis, values in MET.items())
-    return met and possible(drafter, first)
+    return met and possible(drafter, first, **others)
 
 
 ALL = product(AXES, possible)
@@ -254,7 +260,7 @@ def test_every_two_values_meet_in_the_cover() -> None:
     values = {**AXES, "target": COVERED}
     wanted = {(i, a, j, b) for i, one in enumerate(names) for j, other in enumerate(names) if i < j
               for a in values[one] for b in values[other]}  # fmt: skip
-    impossible = {(0, lookup, 1, first) for lookup in LOOKUPS for first in LOOKUPS}
+    impossible = {(0, lookup, 1, first) for lookup in LOOKUPS for first in LOOKUPS} | {(0, "early_exit", 2, RECURRENT)}
     left_out = {(0, drafter, names.index(axis), value) for drafter in SIBLINGS for axis, met in MET.items()
                 for value in {*values[axis]} - {*met}}  # fmt: skip
     assert pairs(COVER) == wanted - impossible - left_out
