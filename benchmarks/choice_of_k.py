@@ -109,10 +109,8 @@ def compare(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: Cho
     before = Counter(decoder._engines.chosen)
     auto = tokens_per_second(decoder, prompts, options)
     chosen = ", ".join(f"{k}: {n}" for k, n in sorted((decoder._engines.chosen - before).items()))
-    costs = decoder._engines.costs
-    known = {o: seconds for kind in costs._kinds for o, seconds in costs.known(kind).items()}
-    table = ", ".join(f"{o.drafts}/{o.rows}: {1e3 * known[o]:.2f}" for o in sorted(known, key=str))
-    print(f"auto {auto / plain:.3f}, of the best (K = {best}) {auto / fixed[best]:.3f}; chosen {chosen}; ms {table}")
+    print(f"auto {auto / plain:.3f}, of the best (K = {best}) {auto / fixed[best]:.3f}; chosen {chosen}")
+    print(*recent_acceptance.describe(decoder._engines._acceptance, decoder._engines.costs), sep="\n", flush=True)
 
 
 def main(words: Sequence[str]) -> None:

@@ -144,12 +144,6 @@ def _typical_chances(target_probs: Tensor, token: Tensor, threshold: float, alph
     return (_at(target_probs, token) > bound).to(target_probs.dtype)
 
 
-def _rates(processed: Tensor, seeds: Tensor, rate: float, odd: float | None) -> Tensor:
-    """The probabilities ``[B, 1]`` of ``synthetic``."""
-    even = torch.full_like(processed[:, 0, :1], rate)
-    return even if odd is None else even.where(seeds.unsqueeze(1) % 2 == 0, odd)
-
-
 def row_chances(
     processed: Tensor, draft_logits: Tensor | None, rows: _Rows, rule: str, target_to_draft: Tensor | None,
     point_mass: Tensor | None, posterior_threshold: float, posterior_alpha: float,
@@ -216,7 +210,9 @@ def accept(
     if rule == "strict":
         good = sample(processed, seeds, positions.gather(1, rows.row)) == rows.draft
     else:
-        rate = acceptance_rate if seeds is None else _rates(processed, seeds, acceptance_rate, odd_acceptance_rate)
+        rate: float | Tensor = acceptance_rate
+        if odd_acceptance_rate is not None and seeds is not None:
+            rate = processed.new_tensor([acceptance_rate, odd_acceptance_rate])[seeds % 2].unsqueeze(1)
         chances = row_chances(
             processed, draft_logits, rows, rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha, rate
         )

@@ -32,7 +32,7 @@ def limit_window(draft: Draft, window: int) -> Draft:
     """
     drafter = draft.drafter
     modules = {name: copy_module(module) for name, module in drafter.modules.items()}
-    limited = [_limit(node, window) for module in modules.values() for node in _attention(module.graph)]
+    limited = [_limit(*found, window) for module in modules.values() for found in _attention(module.graph)]
     recurrent = sum(node.target in RECURRENT for module in modules.values() for node in module.graph.nodes)
     if not limited:
         has = "recurrent layers alone" if recurrent else "none"
@@ -45,18 +45,20 @@ def limit_window(draft: Draft, window: int) -> Draft:
     return replace(draft, drafter=replace(drafter, modules=modules), notes=(*draft.notes, note))
 
 
-def _attention(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes that see keys through a window, or could."""
-    ops = ((node, find(node.target)) for node in graph.nodes)
-    return (node for node, op in ops if op is not None and any(entry.name == "window" for entry in op.fields))
+def _attention(graph: fx.Graph) -> Iterator[tuple[fx.Node, set[str]]]:
+    """The nodes that see keys through a window, or could, with the names of the arguments that they may have."""
+    for node in graph.nodes:
+        op = find(node.target)
+        names = set() if op is None else {entry.name for entry in op.fields}
+        if "window" in names:
+            yield node, names
 
 
-def _limit(node: fx.Node, window: int) -> bool:
-    """Give a node a window; False if it has one that is no larger."""
+def _limit(node: fx.Node, names: set[str], window: int) -> bool:
+    """Give a node a window; False if it has one that is no larger. ``names`` are those of its arguments."""
     own = node.kwargs.get("window")
     if own is not None and own <= window:  # type: ignore[operator]
         return False
-    op = find(node.target)
-    anchored = own is None and op is not None and any(entry.name == "anchored" for entry in op.fields)
+    anchored = own is None and "anchored" in names
     node.kwargs = {**node.kwargs, "window": window, **({"anchored": True} if anchored else {})}
     return True

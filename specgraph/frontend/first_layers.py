@@ -1,8 +1,7 @@
-"""A copy of a model with its first layers alone, which runs where the whole model does not fit."""
+"""Copies of a model with its first layers alone, such as one that runs where the whole model does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,38 +18,44 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     ``layer_types``, say the same of them. The model itself stays as it is. None if its layers are not found, which are
     a list of as many modules as the configuration says, or if all of them are needed.
     """
-    made = with_first_layers(model, _one_of_each)
+    found = _find_layers(model)
+    if found is None:
+        return None
+    by_layer = _by_layer(model)
+    kinds = [
+        (tuple(map(type, layer.modules())), repr([value[index] for value in by_layer.values()]))
+        for index, layer in enumerate(found[2])
+    ]
+    made = with_first_layers(model, max(2, 1 + max(map(kinds.index, kinds))))
     moved: Any = None if made is None else own_copy(made, shared=()).to(device)  # it has tensors of its own then
     return moved
 
 
-def with_first_layers(model: PreTrainedModel, keep: int | Callable[[list[object]], int]) -> PreTrainedModel | None:
-    """A copy of ``model`` that shares its tensors, with its first layers alone.
-
-    ``keep`` says how many, or finds that in what kinds of layers there are. None as in :func:`first_layers`.
-    """
+def with_first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel | None:
+    """A copy of ``model`` that shares its tensors, with its first ``count`` layers. None as in :func:`first_layers`."""
     made = own_copy(model)
-    config: Any = made.config.get_text_config()
-    count = config.num_hidden_layers
-    lists = [(owner, name, each) for owner in made.modules() for name, each in owner.named_children()
-             if isinstance(each, nn.ModuleList) and len(each) == count]  # fmt: skip
-    if len(lists) != 1:
+    found = _find_layers(made)
+    if found is None or count >= len(found[2]):
         return None
-    owner, name, layers = lists[0]
-    by_layer = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
-    if not isinstance(keep, int):
-        keep = keep([
-            (tuple(map(type, layer.modules())), repr([value[index] for value in by_layer.values()]))
-            for index, layer in enumerate(layers)
-        ])  # fmt: skip
-    if keep >= count:
-        return None
-    setattr(owner, name, layers[:keep])
-    config.num_hidden_layers = keep
+    owner, name, layers = found
+    config, by_layer = made.config.get_text_config(), _by_layer(made)
+    setattr(owner, name, layers[:count])
+    config.num_hidden_layers = count
     for key, value in by_layer.items():
-        setattr(config, key, value[:keep])
+        setattr(config, key, value[:count])
     return made
 
 
-def _one_of_each(kinds: list[object]) -> int:
-    return max(2, 1 + max(map(kinds.index, kinds)))
+def _find_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList] | None:
+    """The list of a model's layers, with the module that holds it and its name there."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [(owner, name, each) for owner in model.modules() for name, each in owner.named_children()
+             if isinstance(each, nn.ModuleList) and len(each) == count]  # fmt: skip
+    return lists[0] if len(lists) == 1 else None
+
+
+def _by_layer(model: PreTrainedModel) -> dict[str, list[Any]]:
+    """The values of a model's configuration that have an entry for each layer."""
+    config = model.config.get_text_config()
+    count = config.num_hidden_layers
+    return {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}

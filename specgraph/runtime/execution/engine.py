@@ -205,8 +205,10 @@ class Engine:
         ahead = worth is not None and worth.ahead and not plan.plain
         if ahead and (packed or self._asked.traced):
             drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
-        mode = self._asked._replace(unused=self._unused, drafts=drafts, paused=bool(plan.hosted), packed=packed)
-        mode = mode._replace(ahead=ahead, plain=plan.plain)
+        paused, plain = bool(plan.hosted), plan.plain
+        mode = self._asked._replace(
+            unused=self._unused, drafts=drafts, paused=paused, packed=packed, ahead=ahead, plain=plain
+        )
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
