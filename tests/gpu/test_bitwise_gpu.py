@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specgraph
+from benchmarks.share_of_tokens import other_family
 from specgraph import GenerateOutput, SpeculativeDecoder
 from specgraph.runtime.execution.workspace import Workspace
 from tests.gpu.capture import no_synchronisation
@@ -34,10 +35,13 @@ def prompts() -> list[Tensor]:
     return [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
 
 
-def decoder(kind: str, k: int = 1, *, first: str | None = None, **extra: Any) -> SpeculativeDecoder:
+def decoder(
+    kind: str, k: int | str = 1, *, first: str | None = None, drafting: dict[str, Any] | None = None, **extra: Any
+) -> SpeculativeDecoder:
     target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.bfloat16).cuda()
-    loaded = kind not in ("none", "ngram", "suffix")
-    draft: dict[str, Any] = {"num_speculative_tokens": k, "first": first} | ({} if loaded else {"kind": kind})
+    loaded = kind not in ("none", "ngram", "suffix", "early_exit")
+    draft: dict[str, Any] = {"num_speculative_tokens": k, "first": first, **(drafting or {})}
+    draft |= {} if loaded else {"kind": kind}
     config = {"draft": draft, "debug": {"self_check": False}, **extra}
     return specgraph.compile_speculative(target, config, draft=MODELS / kind if loaded else None)
 
@@ -97,6 +101,39 @@ def test_a_lookup_first_changes_no_bit(
     compiled = decoder(kind, k, first=first)
     assert f"{first} first" in compiled.report()
     assert_same(run(compiled, count, batch, temperature), plain(temperature))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "k", "extra", "count", "batch"),
+    [
+        ("eagle3", 5, {"window": 48}, 50, 50), ("dflash", 7, {"window": 48}, 16, 16), ("mtp", 3, {"window": 48}, 9, 3),
+        ("eagle3", 3, {"max_context": 200}, 50, 50), ("draft", 6, {"max_context": 150}, 16, 16),
+        ("dspark", 5, {"max_context": 150, "window": 48}, 5, 1), ("eagle3", "auto", {"max_context": 300}, 33, 33),
+        ("mtp", "auto", {"window": 48}, 33, 33), ("early_exit", 3, {"exit_layer": 6}, 50, 50),
+        ("early_exit", 5, {"exit_layer": 4}, 5, 1), ("early_exit", "auto", {"exit_layer": 7}, 33, 33),
+        ("suffix", 6, {"max_cached_tokens": 4096}, 33, 33), ("ngram", 5, {"max_cached_tokens": 1000}, 16, 4),
+    ],
+)  # fmt: skip
+def test_options_of_drafting_change_no_bit(
+    kind: str, k: int | str, extra: dict[str, Any], count: int, batch: int, temperature: float
+) -> None:
+    """Twice, since the second time the outputs of the first are known, and estimates of what is accepted."""
+    compiled = decoder(kind, k, drafting=extra)
+    for _ in range(2):
+        assert_same(run(compiled, count, batch, temperature), plain(temperature))
+
+
+@pytest.mark.parametrize("missing", [0, 400])
+def test_a_draft_of_another_family_changes_no_bit(missing: int, tmp_path: Path) -> None:
+    """Its ids are permuted, and the target does not know the last tokens of its tokenizer."""
+    target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.bfloat16).cuda()
+    draft = other_family(MODELS / "draft", tmp_path / "draft", missing)
+    compiled = specgraph.compile_speculative(
+        target, {"draft": {"num_speculative_tokens": 5}, "debug": {"self_check": False}}, draft=draft
+    )
+    for temperature in (0.0, 1.0):
+        assert_same(run(compiled, 33, 33, temperature), plain(temperature))
 
 
 @pytest.mark.parametrize("captured", [True, False])
