@@ -2,7 +2,8 @@
 
 Their weights are copied into one tensor, one after the other, and the model's own parameters become views of that
 tensor. So the memory does not double, the model still works, and a second decoder of the same model finds the weights
-merged already. A weight that something else reads as well, such as a tied embedding, is not merged.
+merged already. A weight that something else reads as well, such as a tied embedding, is not merged. Nor is a weight of
+the target with one of a draft, as it would leave its place for other decoders of the model, which have other drafts.
 
 Linear layers of several modules may share weights, as those of a block drafter do: one module computes keys and values
 of the context with them, and another one those of a block. The first module decides the order of the weights in
@@ -24,7 +25,7 @@ from torch import Tensor, fx, nn
 
 from specgraph.ir.graphs import get_attribute, set_attribute
 from specgraph.ir.linear import Linear, describe, linears
-from specgraph.ir.program import Program
+from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.common.patterns import aten, erase_unused, grouped, insert, items, value_of, weight_name
 
@@ -37,10 +38,10 @@ class MergeLinears(LoweringPass, requires={"traced"}, invalidates={"own_weights"
 
     def apply(self, program: Program) -> PassResult:
         """Merge every group of every module."""
-        readers, placed = _readers(program), set[int]()
+        readers, own, placed = _readers(program), _of_target(program), set[int]()
         matches, misses = 0, list[NearMiss]()
         for name, module in program.modules.items():
-            groups = _groups(module)
+            groups = _groups(module, own)
             misses += _mixed(name, groups)
             for group in groups:
                 if len(group) == 1:
@@ -67,18 +68,27 @@ def _readers(program: Program) -> dict[int, list[object]]:
     return found
 
 
+def _of_target(program: Program) -> set[int]:
+    """The tensors that the target reads."""
+    modules = [module for name, module in program.modules.items() if name in TARGET_MODULES]
+    return {id(get_attribute(each, node.target)) for each in modules for node in each.graph.find_nodes(op="get_attr")}
+
+
 def _reads(constant: fx.Node, user: fx.Node) -> bool:
     """Whether ``user`` is a linear layer with ``constant`` in its weight or as its bias."""
     linear = describe(user)
     return linear is not None and linear.is_traced and constant in linear.constants
 
 
-def _groups(module: fx.GraphModule) -> list[list[Linear]]:
-    """For every input and every scheme, the linear layers that read it, in graph order."""
+def _groups(module: fx.GraphModule, own: set[int]) -> list[list[Linear]]:
+    """For every input, every scheme and either model, the linear layers that read it, in graph order.
+
+    ``own``: the tensors of the target.
+    """
     groups: dict[object, list[Linear]] = defaultdict(list)
     for linear in linears(module.graph):
         if linear.is_traced and all(weight_name(constant) is not None for constant in linear.constants):
-            groups[linear.x, linear.scheme].append(linear)
+            groups[linear.x, linear.scheme, id(linear.tensors(module)[0]) in own].append(linear)
     return list(groups.values())
 
 

@@ -205,6 +205,18 @@ def test_weights_of_two_modules_lie_once_in_memory_and_each_merges_what_follows_
     assert len({linear.weight.untyped_storage().data_ptr() for linear in others}) == 1
 
 
+def test_a_draft_moves_no_weight_of_the_target() -> None:
+    """Other decoders of the model, whose drafts are others, read it where it was."""
+    vocabulary, selector, other = (nn.Linear(6, 4).double() for _ in range(3))
+    block, x, place = Sum(vocabulary, selector, other), torch.randn(5, 6).double(), vocabulary.weight.data_ptr()
+    program, expected = toy(block, x), block(x)
+    program.modules["lm_head"] = toy(Sum(vocabulary), x).modules["toy"]
+    stages, _ = run_passes(program, [MergeLinears()])
+    assert vocabulary.weight.data_ptr() == place
+    assert targets(stages["merge_linears"], "toy")["aten.linear"] == 2
+    torch.testing.assert_close(stages["merge_linears"].modules["toy"](x), expected, rtol=0, atol=1e-14)
+
+
 class _JoinedRows(nn.Module):
     """Two linears of one input, and a view of the first that joins its rows with its heads."""
 
