@@ -11,6 +11,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specgraph.config.draft import ALLOWED
 from specgraph.errors import ConfigError
 
 OPEN = ("passes",)
@@ -73,7 +74,9 @@ def wrong_value(key: str, value: object, config: DictConfig) -> str:
 
 
 def allowed_at(key: str, config: DictConfig) -> str | None:
-    """The type of a dotted key of a configuration, in words; None if the type is not fixed."""
+    """What a dotted key of a configuration takes, in words; None if its type is not fixed."""
+    if key in ALLOWED:
+        return ALLOWED[key]
     node: Any = config
     for name in key.split("."):
         node = node._get_node(name) if isinstance(node, DictConfig) else None
