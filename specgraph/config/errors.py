@@ -85,7 +85,8 @@ def allowed_at(key: str, config: DictConfig) -> str | None:
     if isinstance(node, DictConfig):
         return "a group of keys" if key in OPEN else f"a group of keys ({', '.join(map(str, node))})"
     if isinstance(node, ListConfig):
-        words: str | None = "a list of texts" if node._metadata.element_type is str else "a list"
+        items = {str: "a list of texts", int: "a list of integers"}
+        words: str | None = items.get(node._metadata.element_type, "a list")
     else:
         words = _TYPES.get(node._metadata.ref_type)
     return f"{words} or null" if words and node._metadata.optional else words
@@ -117,7 +118,7 @@ def check_keys(overlay: Mapping[Any, Any], base: DictConfig) -> None:
 
 def explain(error: OmegaConfBaseException, base: DictConfig, given: Mapping[str, Any]) -> str:
     """One sentence about the reason why OmegaConf refused ``given``."""
-    key = str(getattr(error, "full_key", None) or "")
+    key = str(getattr(error, "full_key", None) or "").partition("[")[0]  # a list stands for its items
     if key and allowed_at(key, base):
         return wrong_value(key, _at(given, key), base)
     return f"{key or 'configuration'}: {first_line(error)}"

@@ -151,6 +151,7 @@ def test_what_a_draft_does_not_allow_is_left_out_with_a_reason(
         (["prompts=a.jsonl", "drafts=[no/such/folder]"], "drafts=no/such/folder: there is no such folder."),
         (["prompts=a.jsonl", "drafts=[eagl3]"], "drafts=eagl3: there is no such drafter (did you mean 'eagle3'?) and "),
         (["prompts=a.jsonl", f"drafts=[{HERE}]"], f"There is no {HERE}/config.json; a "),
+        (["batch_sizes=[1,many]"], "batch_sizes is a list of integers or null, not [1, 'many']."),
         (["num_speculative_tokens=[3,automatic]"], "num_speculative_tokens is a list of numbers from 1 up, or auto"),
         (["prompts=a.jsonl", "plot=a.gif"], "plot=a.gif: a plot ends in .png, .svg or .pdf."),
     ],
