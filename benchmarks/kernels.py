@@ -123,7 +123,7 @@ def cases(
     verification and prompt lookup for each batch size and K; and a chunk of a prompt, which has ``cache.prefill_chunk``
     rows and follows the context.
     """
-    shapes = [(batch, k + 1) for batch in options.batches for k in [0, *options.num_speculative_tokens]]
+    shapes = [(batch, k + 1) for batch in options.batches for k in [0, *options.counts]]
     place, chunk, linears = Place(device, dtype), options.cache.prefill_chunk, sizes.linears
     decoded = {batch * width for batch, width in shapes}
     for rows in sorted({*decoded, chunk}):

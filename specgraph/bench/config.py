@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
 from specgraph.config import Config
+from specgraph.config.compose import AUTO
 from specgraph.config.errors import did_you_mean
 from specgraph.config.schemes import SCHEMES
 from specgraph.errors import ConfigError
@@ -37,8 +39,9 @@ class BenchConfig(Config):
     """
     batch_sizes: list[int] | None = None
     """Numbers of sequences that are decoded together; each is measured. null: [1,8,32], and [1,8] for first_token."""
-    num_speculative_tokens: list[int] = field(default_factory=lambda: [3, 7])
-    """Values of K; each is measured. They take the place of draft.num_speculative_tokens."""
+    num_speculative_tokens: list[Any] | None = None
+    """Values of K; each is measured. They take the place of draft.num_speculative_tokens. tune knows auto, too. null:
+    [3,7], and [3,7,auto] for tune."""
     prompt_lengths: list[int] = field(default_factory=lambda: [128, 2048, 8000])
     """first_token: lengths of the random prompts; each is measured."""
     num_prompts: int = 256
@@ -93,6 +96,11 @@ class BenchConfig(Config):
         return self.limit or (32 if self.what == "tune" else 4)
 
     @property
+    def counts(self) -> list[Any]:
+        """The values of K that are measured."""
+        return self.num_speculative_tokens or [3, 7, *[AUTO] * (self.what == "tune")]
+
+    @property
     def batches(self) -> list[int]:
         """The numbers of sequences that are measured."""
         return self.batch_sizes or ([1, 8] if self.what == "first_token" else [1, 8, 32])
@@ -128,9 +136,10 @@ def check_kind(what: str) -> None:
 
 def _check_numbers(config: BenchConfig) -> None:
     for key in ("batch_sizes", "prompt_lengths", "num_speculative_tokens", "threads"):
-        values = config.batches if getattr(config, key) is None else getattr(config, key)
-        if not values or min(values) < 1:
-            raise ConfigError(f"{key} is a list of numbers from 1 up, such as [1,8], got {values}.")
+        values, word = getattr(config, key), AUTO if (key, config.what) == ("num_speculative_tokens", "tune") else None
+        if values is not None and not (values and all(v == word or (type(v) is int and v > 0) for v in values)):
+            allowed = f"numbers from 1 up{f', or {word}' if word else ''}"
+            raise ConfigError(f"{key} is a list of {allowed}, such as [1,8], got {values}.")
     for key in ("prompt_range", "new_range"):
         values = getattr(config, key)
         if len(values) != 2 or not 1 <= values[0] <= values[1]:

@@ -34,7 +34,7 @@ def bench_first_token(
     """
     longest = max(options.prompt_lengths) + 1
     check_positions(model, options, longest, f"prompt_lengths={options.prompt_lengths}")
-    config = with_drafts(config, min(options.num_speculative_tokens))
+    config = with_drafts(config, min(options.counts))
     config = dataclasses.replace(config, max_batch_size=max(options.batches), max_length=longest)
     decoder = compile_speculative(model, config, draft=head_of(model, config))
     # Allocates for the largest request, so that none of those that follow finds too little room and allocates anew.

@@ -19,6 +19,7 @@ from specgraph.bench.models import random_head
 from specgraph.bench.report import GB, MB, Cell, Row
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig
+from specgraph.config.compose import AUTO
 from specgraph.config.draft import LOOKUPS
 from specgraph.drafters.base import DraftHead
 from specgraph.errors import ConfigError
@@ -83,13 +84,14 @@ def head_of(model: PreTrainedModel, config: Config) -> DraftHead | None:
 
 def counts_of(options: BenchConfig, config: Config) -> list[int]:
     """The values of K that are measured; 0 alone without a drafter."""
-    return options.num_speculative_tokens if config.draft.kind != "none" else [0]
+    return options.counts if config.draft.kind != "none" else [0]
 
 
-def with_drafts(config: Config, k: int) -> Config:
-    """The configuration for K drafts, whatever the load."""
+def with_drafts(config: Config, k: int | str) -> Config:
+    """The configuration for K drafts, whatever the load, or for a number that is chosen for each step (``auto``)."""
+    most = config.draft.num_speculative_tokens if isinstance(k, str) else max(k, 1)
     draft = dataclasses.replace(
-        config.draft, num_speculative_tokens=max(k, 1), num_speculative_tokens_by_load=None, adaptive=False
+        config.draft, num_speculative_tokens=most, num_speculative_tokens_by_load=None, adaptive=k == AUTO
     )
     return dataclasses.replace(config, draft=draft)
 

@@ -2,7 +2,8 @@
 
 How many tokens a step emits depends on the prompts and the draft, and hardly on the number of sequences. So it is
 measured once for each drafter, K and rule, over whole answers. The time of a step depends on the number of sequences
-and hardly on the text, and is measured for each. Tokens per second follow from the two.
+and hardly on the text, and is measured for each. Tokens per second follow from the two. Where K is chosen for every
+step (``auto``), both depend on each other, and are measured in the same steps of whole answers.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import gc
 import itertools
 import math
 import operator
+import shlex
 import statistics
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,9 +27,10 @@ from transformers import PreTrainedModel
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.drafts import checkpoint_of, needs_head, with_draft, with_rule
 from specgraph.bench.report import Cell, Row
-from specgraph.bench.steps import check_positions, needed_length, time_steps, with_drafts
+from specgraph.bench.steps import Timed, check_positions, needed_length, time_steps, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
+from specgraph.config.compose import AUTO
 from specgraph.errors import ConfigError, SpecgraphError
 from specgraph.ir.traffic import STAGE, step_traffic
 from specgraph.plots import draw_acceptance, draw_times, new_figure, save
@@ -43,7 +48,7 @@ _speed: Callable[[Row], float] = operator.itemgetter("tokens_per_second")
 class _Choice(NamedTuple):
     draft: str
     rule: str
-    k: int
+    k: int | str
 
     @property
     def keys(self) -> str:
@@ -119,17 +124,18 @@ def bench_tune(
 def _choices(draft: str, options: BenchConfig) -> list[_Choice]:
     if draft == PLAIN:
         return [_Choice(PLAIN, "strict", 0)]
-    return [_Choice(draft, rule, k) for rule, k in itertools.product(options.rules, options.num_speculative_tokens)]
+    return [_Choice(draft, rule, k) for rule, k in itertools.product(options.rules, options.counts)]
 
 
 def _compile(model: PreTrainedModel, choice: _Choice, config: Config, options: BenchConfig) -> SpeculativeDecoder:
     """A decoder that is long enough for whole answers and for the steps that are timed."""
-    longest = max(needed_length(options, choice.k), options.prompt_length + options.new_tokens + choice.k + 1)
+    own = with_rule(with_drafts(with_draft(config, choice.draft), choice.k), choice.rule)
+    k = own.draft.num_speculative_tokens
+    longest = max(needed_length(options, k), options.prompt_length + options.new_tokens + k + 1)
     keys = f"A prompt of {options.prompt_length} tokens, steps={options.steps} and new_tokens={options.new_tokens}"
     check_positions(model, options, longest, f"{keys} at K = {choice.k}")
-    config = dataclasses.replace(config, max_length=longest, max_batch_size=max(options.batches))
-    own = with_drafts(with_draft(config, choice.draft), choice.k)
-    return compile_speculative(model, with_rule(own, choice.rule), draft=checkpoint_of(choice.draft))
+    own = dataclasses.replace(own, max_length=longest, max_batch_size=max(options.batches))
+    return compile_speculative(model, own, draft=checkpoint_of(choice.draft))
 
 
 def _measure(
@@ -141,7 +147,7 @@ def _measure(
     A row has, beside the number of sequences and the choice:
 
     - emitted tokens per decode step and sequence, over whole answers, and their standard error
-    - the median time of a decode step, and the time that reading its bytes takes
+    - the median time of a decode step (the mean where K is chosen), and the time that reading its bytes takes
     - emitted tokens of all sequences per second, and the ratio of this to that of plain decoding
     - for each draft position, the share of decode steps that accepted it
     """
@@ -150,13 +156,17 @@ def _measure(
     ).stats
     program = decoder.stages[STAGE]
     for batch in options.batches:
-        some = list(itertools.islice(itertools.cycle(prompts), batch))
-        # The first run compiles kernels and captures graphs.
-        time_steps(decoder, some, choice.k, options, options.temperature, first=True)
-        timed = time_steps(decoder, some, choice.k, options, options.temperature)
-        seconds = statistics.median(timed.seconds)
-        traffic = step_traffic(program, batch, timed.context, choice.k, timed.tokens_per_step)
-        per_step = stats.acceptance_length if choice.k else 1.0
+        # The first run compiles kernels and captures graphs, and learns what steps take.
+        if isinstance(choice.k, str):
+            _time_answers(decoder, prompts, batch, options)
+            timed, drafts = _time_answers(decoder, prompts, batch, options)
+            seconds, per_step = statistics.fmean(timed.seconds), timed.tokens_per_step
+        else:
+            some = list(itertools.islice(itertools.cycle(prompts), batch))
+            time_steps(decoder, some, choice.k, options, options.temperature, first=True)
+            timed, drafts = time_steps(decoder, some, choice.k, options, options.temperature), choice.k
+            seconds, per_step = statistics.median(timed.seconds), stats.acceptance_length if choice.k else 1.0
+        traffic = step_traffic(program, batch, timed.context, drafts, timed.tokens_per_step)
         speed = batch * per_step / seconds
         drafted = f", K = {choice.k}, {choice.rule}" if choice.k else ""
         yield Row(
@@ -178,13 +188,45 @@ def _measure(
         )
 
 
+def _time_answers(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tensor], batch: int, options: BenchConfig
+) -> tuple[Timed, int]:
+    """Decode whole answers, ``batch`` at a time, and measure the steps in which the most sequences go on.
+
+    Returns them, and the mean of K, rounded.
+
+    Raises:
+        ConfigError: no answer has a step.
+    """
+    every, found, chosen = itertools.cycle(prompts), list[tuple[int, float, int, int]](), Counter[int]()
+    for _ in range(math.ceil(len(prompts) / batch)):
+        some = list(itertools.islice(every, batch))
+        stream = decoder.stream(some, max_new_tokens=options.new_tokens, temperature=options.temperature, seed=0)
+        lengths, before = [*map(len, some)], 0.0
+        for chunk in stream:
+            now, counts = time.perf_counter(), [*map(len, chunk.tokens)]
+            going = [length for length, count in zip(lengths, counts, strict=True) if count]
+            if before and going and not chunk.prompt_tokens:
+                found.append((len(going), now - before, sum(counts), sum(going)))
+            lengths, before = [*map(operator.add, lengths, counts)], now
+        chosen += stream.stats.steps_by_drafts
+    if not found:
+        raise ConfigError("Every answer ends with its first token, so no step can be measured; raise new_tokens.")
+    most = max(going for going, *_ in found)
+    _, seconds, tokens, contexts = zip(*(step for step in found if step[0] == most), strict=True)
+    rows = most * len(seconds)
+    timed = Timed([*seconds], sum(tokens) / rows, sum(contexts) / rows)
+    return timed, round(sum(chosen.elements()) / chosen.total())
+
+
 def recommendation(rows: Sequence[Row]) -> list[str]:
     """For each number of sequences the fastest choice, as arguments of the command line, and what is as good as it.
 
-    With several numbers of sequences, a last line has the draft and rule that are best over all, with K by load.
+    The last line has nothing but the arguments of the draft and rule that are best over all, with K by load or
+    ``auto``.
     """
     lines = [_best(batch, [row for row in rows if row["batch"] == batch]) for batch in _batches(rows)]
-    return [*lines, _for_all(rows)] if len(lines) > 1 else lines
+    return [*lines, *_for_all(rows)]
 
 
 def _batches(rows: Sequence[Row]) -> list[int]:
@@ -206,32 +248,35 @@ def _is_close(row: Row, best: Row) -> bool:
     return _speed(row) >= _speed(best) * (1 - max(share, CLOSE))
 
 
-def _for_all(rows: Sequence[Row]) -> str:
-    """The draft and rule whose best K for each number of sequences gives the highest mean speed-up."""
-    found = {}
-    for draft, rule in dict.fromkeys((row["draft"], row["rule"]) for row in rows):
-        own = [row for row in rows if (row["draft"], row["rule"]) == (draft, rule)]
-        found[draft, rule] = {b: max((row for row in own if row["batch"] == b), key=_speed) for b in _batches(rows)}
-    best = max(
-        found.values(), key=lambda by_batch: statistics.geometric_mean(row["to_plain"] for row in by_batch.values())
-    )
+def _for_all(rows: Sequence[Row]) -> tuple[str, str]:
+    """The draft and rule whose best K for each number of sequences, or chosen K, gives the highest mean speed-up."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["draft"], row["rule"], row["k"] == AUTO), []).append(row)
+    found = [
+        {b: max((r for r in own if r["batch"] == b), key=_speed) for b in _batches(own)} for own in groups.values()
+    ]
+    best = max(found, key=_mean_speedup)
     first = next(iter(best.values()))
-    mean = statistics.geometric_mean(row["to_plain"] for row in best.values())
     if first["draft"] == PLAIN:
-        return "for all of these: draft=none; no draft gains anything"
-    keys = f"draft={first['draft']} verify={first['rule']} {_drafts_by_load(best)}"
-    return f"for all of these: {keys} (on average {mean:.2f} x plain)"
+        return "for all of these, since no draft gains anything, to be pasted:", "draft=none"
+    keys = [f"draft={first['draft']}", f"verify={first['rule']}", _drafts_by_load(best)]
+    return f"for all of these, on average {_mean_speedup(best):.2f} x plain, to be pasted:", shlex.join(keys)
+
+
+def _mean_speedup(by_batch: dict[int, Row]) -> float:
+    return statistics.geometric_mean(row["to_plain"] for row in by_batch.values())
 
 
 def _drafts_by_load(best: dict[int, Row]) -> str:
     """K as the command line takes it: a number, or a table by the least number of sequences for which each is right."""
-    table: dict[int, int] = {}
+    table: dict[int, int | str] = {}
     for batch, row in best.items():
         if not table or row["k"] != list(table.values())[-1]:
             table[batch if table else 1] = row["k"]
     if len(table) == 1:
         return f"draft.num_speculative_tokens={table[1]}"
-    return f"'draft.num_speculative_tokens={{{','.join(f'{load}:{k}' for load, k in table.items())}}}'"
+    return f"draft.num_speculative_tokens={{{','.join(f'{load}:{k}' for load, k in table.items())}}}"
 
 
 def _choice(row: Row) -> _Choice:
@@ -242,7 +287,7 @@ def plot_tuning(path: str, title: str, rows: Sequence[Row]) -> None:
     """Draw acceptance by position for each draft and rule at the largest K, and the step times of everything."""
     figure = new_figure(12, max(4, 1 + 0.25 * len(rows)))
     left, right = figure.subplots(1, 2)
-    longest = sorted((row for row in rows if row["k"]), key=lambda row: row["k"])
+    longest = sorted((row for row in rows if row["acceptance"]), key=lambda row: len(row["acceptance"]))
     names = {f"{Path(row['draft']).name}, {row['rule']}": row["acceptance"] for row in longest}
     draw_acceptance(left, dict(sorted(names.items())))
     draw_times(right, [row.label for row in rows], [row["ms"] for row in rows], [row["limit_ms"] for row in rows])

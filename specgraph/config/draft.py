@@ -16,6 +16,12 @@ MOST_MATCHED = 127
 """The longest match that a lookup may be asked for."""
 NUMBERS = ("num_speculative_tokens", "num_speculative_tokens_by_load")
 """The keys that give K."""
+EXAMPLE = "such as {1: 7, 8: 5, 32: 2}"
+ALLOWED = {
+    "draft.num_speculative_tokens": "an integer, auto, or a table from numbers of sequences to numbers of drafts, "
+    + EXAMPLE
+}
+"""What a key takes that takes more than values of its type, in words."""
 
 
 @dataclass
@@ -77,16 +83,13 @@ def read_table(given: object) -> dict[int, int]:
     Raises:
         ConfigError: it is not such a table; says what is wrong and shows one.
     """
-    key, example = "draft.num_speculative_tokens", "such as {1: 7, 8: 5, 32: 2}"
+    key = f"draft.{NUMBERS[0]}"
     if not isinstance(given, Mapping) or not all(map(_is_int, (*given, *given.values()))):
-        raise ConfigError(
-            f"{key} is a number, auto, or a table from numbers of sequences to numbers of drafts, {example}; not "
-            f"{given!r}."
-        )
+        raise ConfigError(f"{key} is {ALLOWED[key]}, not {given!r}.")
     table = {int(count): int(drafts) for count, drafts in given.items()}
     if min(table, default=0) != 1 or [*table] != sorted(table):
         raise ConfigError(
-            f"{key} is a table of the numbers of sequences {[*table]}; they begin with 1 and ascend, {example}."
+            f"{key} is a table of the numbers of sequences {[*table]}; they begin with 1 and ascend, {EXAMPLE}."
         )
     if min(table.values()) < 0 or max(table.values()) < 1:
         raise ConfigError(

@@ -11,6 +11,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specgraph.config.draft import ALLOWED
 from specgraph.errors import ConfigError
 
 OPEN = ("passes",)
@@ -73,7 +74,9 @@ def wrong_value(key: str, value: object, config: DictConfig) -> str:
 
 
 def allowed_at(key: str, config: DictConfig) -> str | None:
-    """The type of a dotted key of a configuration, in words; None if the type is not fixed."""
+    """What a dotted key of a configuration takes, in words; None if its type is not fixed."""
+    if key in ALLOWED:
+        return ALLOWED[key]
     node: Any = config
     for name in key.split("."):
         node = node._get_node(name) if isinstance(node, DictConfig) else None
@@ -82,7 +85,8 @@ def allowed_at(key: str, config: DictConfig) -> str | None:
     if isinstance(node, DictConfig):
         return "a group of keys" if key in OPEN else f"a group of keys ({', '.join(map(str, node))})"
     if isinstance(node, ListConfig):
-        words: str | None = "a list of texts" if node._metadata.element_type is str else "a list"
+        items = {str: "a list of texts", int: "a list of integers"}
+        words: str | None = items.get(node._metadata.element_type, "a list")
     else:
         words = _TYPES.get(node._metadata.ref_type)
     return f"{words} or null" if words and node._metadata.optional else words
@@ -114,7 +118,7 @@ def check_keys(overlay: Mapping[Any, Any], base: DictConfig) -> None:
 
 def explain(error: OmegaConfBaseException, base: DictConfig, given: Mapping[str, Any]) -> str:
     """One sentence about the reason why OmegaConf refused ``given``."""
-    key = str(getattr(error, "full_key", None) or "")
+    key = str(getattr(error, "full_key", None) or "").partition("[")[0]  # a list stands for its items
     if key and allowed_at(key, base):
         return wrong_value(key, _at(given, key), base)
     return f"{key or 'configuration'}: {first_line(error)}"

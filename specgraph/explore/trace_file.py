@@ -12,6 +12,7 @@ from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 from specgraph.explore.dump_files import Dump, checked
 from specgraph.runtime.outputs.trace import FORMAT
+from specgraph.runtime.schedule.num_drafts import Reasons
 
 AGAIN = "write it again with python -m specgraph generate trace=FILE"
 ACCEPTED, REJECTED, BEHIND, ENDED, CUT = "accepted", "rejected", "behind", "ended", "cut"
@@ -55,11 +56,11 @@ STEP: Mapping[str, Any] = {
     "drafts": list,
 }  # fmt: skip
 """The values of every line of a trace, and of each of its drafts, with their types."""
-NEWER = {"texts": None, "own": None, "own_rank": None}
+NEWER = {"texts": None, "own": None, "own_rank": None, "why": None}
 """Values that a line may lack: in traces without texts, and in those of earlier versions."""
 TraceStep = Mapping[str, Any]
 """A step for one sequence: a line of the file, as :class:`~specgraph.runtime.outputs.trace.TracedStep` describes
-it. Each of its drafts also has a ``verdict``, which is a key of :data:`WHY`."""
+it. Each of its drafts also has a ``verdict``, which is a key of :data:`WHY`, and ``why`` is in words."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ def _step(record: dict[str, Any]) -> TraceStep:
         verdicts = [REJECTED, *[BEHIND] * len(drafts)]
     judged = zip(drafts, [*[ACCEPTED] * first, *verdicts], strict=False)
     known = [{"text": None, "rank": None, **draft, "verdict": verdict} for draft, verdict in judged]
-    return {**NEWER, **record, "tokens": tokens, "drafts": known}
+    why = None if record.get("why") is None else str(Reasons.of_record(record["why"]))
+    return {**NEWER, **record, "tokens": tokens, "drafts": known, "why": why}
 
 
 def _ids(ids: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
-"""Every drafter with every lookup in front, target, rule and K: tokens, acceptance, history, batches.
+"""Every drafter with every lookup in front, target, rule and K, fixed or not: tokens, acceptance, history, batches.
 
-A test run takes a pairwise cover of the combinations. ``SPECGRAPH_MATRIX=full`` takes all of them, which is about 40
-minutes on one core.
+A test run takes a pairwise cover of the combinations. ``SPECGRAPH_MATRIX=full`` takes all of them, which is about two
+hours on one core.
 
 A case decodes a ragged batch, half of it greedily and half at temperature 1, with its own verification, and records
 every step. The vocabulary is small, so that random drafts are accepted often enough for histories to be mixed.
@@ -27,7 +27,10 @@ from specgraph.config.drafters import drafter_kinds
 from specgraph.config.groups import group_choices
 from specgraph.drafters import dflash, dflash2, dspark
 from specgraph.ir.verifier import verify_program
-from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
+from specgraph.runtime.schedule.num_drafts import Choice
+from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance
+from tests.capturing import captured
+from tests.decoding import CONFIG, assert_same_tokens, choose_at_random, compiled, reference_greedy
 from tests.detectors import check_fresh_drafts
 from tests.drafters.test_other_family import loaded
 from tests.harness import Options, Run, real_run
@@ -76,7 +79,11 @@ RULES: dict[str, tuple[int, ...]] = {
 sequence (``typical`` and ``synthetic`` do not) and not its tokens."""
 
 FULL = os.environ.get("SPECGRAPH_MATRIX") == "full"
-AXES = {"drafter": (*DRAFTERS,), "first": (None, *LOOKUPS), "target": TARGETS, "rule": (*RULES,), "k": (1, 3, 7)}
+FIXED, AUTO = "fixed", "auto"
+AXES = {
+    "drafter": (*DRAFTERS,), "first": (None, *LOOKUPS), "target": TARGETS, "rule": (*RULES,), "k": (1, 3, 7),
+    "numbers": (FIXED, AUTO),
+}  # fmt: skip
 
 
 SIBLINGS = (
@@ -100,7 +107,7 @@ def covered(drafter: str, first: str | None, **others: Any) -> bool:
 
 
 ALL = product(AXES, possible)
-COVER = cover(product({**AXES, "target": COVERED}, covered), (0, 2))
+COVER = cover(product({**AXES, "target": COVERED}, covered), (2, 3))  # fewest cases, of all pairs to begin with
 CASES = ALL if FULL else COVER
 
 PROMPTS = ragged_prompts((3, 9, 5), vocab=VOCAB) * 2
@@ -162,9 +169,10 @@ def outweigh_the_mask(module: Any) -> None:
 
 
 def decoder(
-    drafter: str, first: str | None, target: str, rule: str, k: int | dict[int, int], **extra: Any
+    drafter: str, first: str | None, target: str, rule: str, k: int | dict[int, int], numbers: str = FIXED, **extra: Any
 ) -> SpeculativeDecoder:
-    options = {**DRAFTERS[drafter], "num_speculative_tokens": k, "first": first, "first_match": MATCH}
+    lookup = {"first": first, "first_match": MATCH}
+    options = {**DRAFTERS[drafter], "num_speculative_tokens": k, "adaptive": numbers == AUTO, **lookup}
     config = {**CONFIG, "draft": options, "verify": {"rule": rule}, "pipeline": {"verify": False}, **extra}
     return specgraph.compile_speculative(model(target), config, draft=draft(drafter, target))
 
@@ -188,12 +196,16 @@ def plain(target: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_a_combination(case: Case) -> None:
-    _, first, target, rule, _ = case
+def test_a_combination(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, first, target, rule, _, numbers = case
     tested = decoder(*case)
     run = real_run(tested, PROMPTS, LIMITS, options=OPTIONS)
     check_tokens(run, target, RULES[rule])
-    check_alone(run, tested, SEEDED[1])
+    if numbers == FIXED:
+        check_alone(run, tested, SEEDED[1])
+    else:
+        monkeypatch.setattr(RecentAcceptance, "choose", choose_at_random())
+        check_any_choice(captured(tested), target, RULES[rule])
     check_acceptance(run)
     check_fresh_drafts(run, times=3)
     assert first is None or {has_match(tokens) for step in run.steps for tokens in step.accepted} == {True, False}
@@ -221,6 +233,12 @@ def test_a_drafter_that_nothing_is_accepted_of_is_caught() -> None:
             check_acceptance(run)
 
 
+def test_a_number_of_drafts_that_stays_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecentAcceptance, "choose", lambda *_: Choice())
+    with pytest.raises(AssertionError):
+        check_any_choice(captured(decoder("mtp, 1", None, "llama", "strict", 1, AUTO)), "llama", ())
+
+
 def new_tokens(run: Run, row: int) -> torch.Tensor:
     return torch.tensor(run.steps[-1].accepted[row][len(PROMPTS[row]) :])
 
@@ -237,6 +255,13 @@ def check_alone(run: Run, tested: SpeculativeDecoder, row: int) -> None:
     assert out.new_tokens[0].tolist() == new_tokens(run, row).tolist()
     steps = [step.num_emitted[row] for step in run.steps if step.start[row] >= len(PROMPTS[row])]
     assert out.stats.emitted_per_step[0] == [count for count in steps if count]
+
+
+def check_any_choice(tested: SpeculativeDecoder, target: str, rows: tuple[int, ...]) -> None:
+    """The tokens of these sequences are those of plain decoding, with another K in every step."""
+    out = generate(tested, GREEDY + SEEDED)
+    assert [out.new_tokens[row].tolist() for row in rows] == [plain(target)[row].tolist() for row in rows]
+    assert len(out.stats.steps_by_drafts) > 1
 
 
 def check_acceptance(run: Run) -> None:

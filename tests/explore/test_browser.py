@@ -210,7 +210,11 @@ def test_a_token_of_the_target_says_what_it_is_and_where(page: Browser, made: Ma
     assert f"Token {step['tokens'][place]}." in page.text("#why")
     own = f"{percent(step['own'])} (rank {step['own_rank']})"
     assert f"Under the target, its probability was {own}." in page.text("#why")
-    assert f"text position {step['position'] + place}." in page.text("#why")
+    assert f"text position {step['position'] + place}." in page.text("#why") and "many" not in page.text("#why")
+    # As where K was chosen for the step.
+    page.run(f"DATA.trace.steps.find((step) => step.step === {step['step']}).why = 'K = 3 promises 2 <b>tokens'")
+    page.point(f'#text [data-step="{step["step"]}"] .own', click=True)
+    assert "Why so many drafts: K = 3 promises 2 <b>tokens." in page.text("#why")
 
 
 def test_a_rejected_draft_says_how_probable_the_token_was_that_the_target_chose_instead(

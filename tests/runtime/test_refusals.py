@@ -288,7 +288,7 @@ MODELS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
                        "The head reads hidden states of width 64, and those of LlamaForCausalLM have 32"),
     "draft of a number": (lambda: specgraph.compile_speculative(llama(), draft=5),  # type: ignore[arg-type]
                           UnsupportedModelError, "draft: Expected a transformers causal LM, got int"),
-    "K of 2.5": (of(k=2.5), ConfigError, "num_speculative_tokens is an integer, not 2.5"),
+    "K of 2.5": (of(k=2.5), ConfigError, "num_speculative_tokens is an integer, auto, or a table"),
     "K of 5000": (of(k=5000), ConfigError, "num_speculative_tokens is 5000, but a sequence has at most 128 tokens"),
     "no K": (of(k={}), ConfigError, "they begin with 1 and ascend"),
     "infinite batch": (of(max_batch_size=INF), ConfigError, "max_batch_size is an integer, not inf"),

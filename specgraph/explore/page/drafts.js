@@ -122,7 +122,8 @@ function ownSpan(step, index, place) {
   const explain = () => [el("strong", {}, "The target's own token: ", el("bdi", {}, emittedToken(step, place))),
     el("div", {}, originOf(step)),
     step.own === null ? null : el("div", {}, `Under the target, its probability was ${percent(step.own)}${ranked(step.own_rank)}.`),
-    el("div", { class: "hint" }, `Token ${step.tokens[place]}. ${whereOf(step, place)}`), timeOf(step)];
+    el("div", { class: "hint" }, `Token ${step.tokens[place]}. ${whereOf(step, place)}`), timeOf(step),
+    step.why === null ? null : el("div", { class: "hint" }, `Why so many drafts: ${step.why}.`)];
   span.addEventListener("click", () => keep(span, explain()));
   return tip.of(span, explain);
 }

@@ -240,7 +240,7 @@ class Engine:
     def _learn(self, under_way: InFlightStep, num_emitted: Sequence[int], seconds: float) -> None:
         """Tell what chooses K of a step that has emitted so many tokens of each sequence."""
         if (worth := self._policy.worth) is not None and not under_way.plan.plain:
-            alone = under_way.pause is None and not under_way.plan.prompts and not self._asked.traced
+            alone = under_way.pause is None and not under_way.plan.prompts
             worth.read(under_way.noted, num_emitted, seconds if alone else None)
 
     def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> Choice:
@@ -256,7 +256,8 @@ class Engine:
 
     def _kind(self) -> tuple[object, ...]:
         """What distinguishes steps whose rows cost more from others."""
-        return self._asked.logprobs, self._unused
+        traced = self._asked.traced and not (self._policy.worth and self._policy.worth.ahead)
+        return self._asked.logprobs, self._unused, traced
 
     def _pause(self, plan: Plan, forced: Sequence[int] = ()) -> Pause | None:
         """What the host has to do in a step, whose first sequences are ``forced`` if it runs their prompts."""
@@ -374,4 +375,5 @@ class Engine:
         seconds, drafts = self._begin - begin, under_way.drafts
         self._learn(under_way, read.num_emitted, seconds)
         waited = None if pause is None else pause.seconds
-        return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused, host_seconds=waited)
+        ran = under_way.prompt_tokens, seconds, drafts
+        return Step(outputs, *ran, reused_tokens=reused, host_seconds=waited, why=under_way.plan.choice.why)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from specgraph.errors import InputError, NumericsError, SpecgraphError
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import DraftTraceView, Results
+from specgraph.runtime.schedule.num_drafts import Reasons
 from specgraph.runtime.schedule.scheduler import Plan
 from specgraph.runtime.schedule.sequences import ActiveSequence
 
@@ -51,6 +52,7 @@ class Step:
         ran: whether a step was run at all.
         reused_tokens: those of prompts that need not be run, since their pages are there.
         host_seconds: how long the host was at work in the middle of it; None if it was not.
+        why: what the choice of K followed from, if it was chosen.
     """
 
     outputs: list[Output]
@@ -60,6 +62,7 @@ class Step:
     ran: bool = True
     reused_tokens: int = 0
     host_seconds: float | None = None
+    why: Reasons | None = None
 
     @property
     def decoding(self) -> bool:

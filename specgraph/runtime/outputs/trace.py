@@ -14,6 +14,7 @@ from typing import Any, overload
 
 from specgraph.runtime.execution.results import TracedRow
 from specgraph.runtime.execution.steps import Output, Step
+from specgraph.runtime.schedule.num_drafts import Reasons
 
 FORMAT = 1
 """The version of the lines that :meth:`Trace.to_json_lines` gives."""
@@ -57,6 +58,7 @@ class TracedStep:
         own_probability: that of :attr:`own_token` under the target, in the same sense as a draft's and at the same
             place as that of the rejected draft; None if there is no such token.
         own_rank: its rank, in the same sense as a draft's.
+        why: what the choice of K followed from, by the times of traced steps; None if K was not chosen by that.
     """
 
     step: int
@@ -68,6 +70,7 @@ class TracedStep:
     prompt: bool = False
     own_probability: float | None = None
     own_rank: int | None = None
+    why: Reasons | None = None
 
     @property
     def rejected(self) -> TracedDraft | None:
@@ -199,8 +202,9 @@ class Trace(Sequence[TracedStep]):
         )  # fmt: skip
         position = self._lengths[number]
         self._lengths[number] += len(tokens)
-        own = own_standing(judged, tokens, traced)
-        return TracedStep(self._number, number, position, judged, tokens, step.seconds, not output.decoding, *own)
+        own, rank = own_standing(judged, tokens, traced)
+        seconds, prompt, why = step.seconds, not output.decoding, step.why if output.decoding else None
+        return TracedStep(self._number, number, position, judged, tokens, seconds, prompt, own, rank, why)
 
 
 def _record(step: TracedStep, tokenizer: Any) -> dict[str, Any]:
@@ -219,6 +223,7 @@ def _record(step: TracedStep, tokenizer: Any) -> dict[str, Any]:
         "step": step.step, "sequence": step.sequence, "position": step.position, "seconds": step.seconds,
         "prompt": step.prompt, "drafts": drafts, "tokens": [*step.tokens],
         "own": _known(step.own_probability), "own_rank": step.own_rank,
+        "why": None if step.why is None else step.why.to_record(),
     }  # fmt: skip
     return record if tokenizer is None else record | {"texts": [tokenizer.decode([token]) for token in step.tokens]}
 

@@ -35,16 +35,73 @@ def choices(most: int) -> list[int]:
     return sorted({0, min(FEW, most), most})
 
 
+class Promise(NamedTuple):
+    """What a step is expected to bring, and how that counts.
+
+    Attributes:
+        drafts: its K.
+        rows: those of all sequences together, where each has its own number; None: ``drafts + 1`` of each.
+        tokens: those that it emits, of all sequences together.
+        seconds: what it takes.
+        margin: by what its tokens per second are divided, since a change has to pay for itself.
+    """
+
+    drafts: int
+    rows: int | None
+    tokens: float
+    seconds: float
+    margin: float = 1.0
+
+    @property
+    def worth(self) -> float:
+        """By this the best one is chosen."""
+        return self.tokens / self.seconds / self.margin
+
+    def __str__(self) -> str:
+        over = "" if self.rows is None else f" over {self.rows} rows"
+        less = "" if self.margin == 1 else f", which counts as {self.worth:.0f}, since a change has to pay"
+        speed = f"{self.tokens / self.seconds:.0f} per second{less}"
+        return f"K = {self.drafts}{over} promises {self.tokens:.2f} tokens in {1e3 * self.seconds:.2f} ms ({speed})"
+
+
+class Reasons(NamedTuple):
+    """Why a step has its K.
+
+    Attributes:
+        survival: how probable it is that a draft and all before it are accepted, by position, in the mean of sequences.
+        promises: of the option that was chosen, and of the next best one; empty where one was tried to learn from it.
+    """
+
+    survival: Sequence[float]
+    promises: Sequence[Promise]
+
+    def to_record(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {"survival": self.survival, "promises": [promise._asdict() for promise in self.promises]}
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> Reasons:
+        """What :meth:`to_record` gave."""
+        return cls(record["survival"], [Promise(**promise) for promise in record["promises"]])
+
+    def __str__(self) -> str:
+        why = "; ".join(map(str, self.promises)) or "K is tried, since too little is known of what it takes or brings"
+        survival = ", ".join(f"{value:.2f}" for value in self.survival)
+        return f"{why}; drafts up to each position are accepted with a probability of {survival}"
+
+
 class Choice(NamedTuple):
     """How many drafts a step makes and verifies.
 
     Attributes:
         drafts: K, None for the drafter's own.
         each: how many of them each sequence verifies at most; None: all.
+        why: what that follows from, where recent acceptance decides.
     """
 
     drafts: int | None = None
     each: Sequence[int] | None = None
+    why: Reasons | None = None
 
     def num_rows(self, count: int, most: int) -> list[int]:
         """The most rows of each of ``count`` sequences, where ``most`` is the drafter's K."""

@@ -15,14 +15,16 @@ Where no draft is verified, none can be seen to be right. So after a time a few 
 from __future__ import annotations
 
 import functools
+import heapq
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specgraph.runtime.schedule.num_drafts import Choice, ChoosesDrafts
+from specgraph.runtime.schedule.num_drafts import Choice, ChoosesDrafts, Promise, Reasons
 from specgraph.runtime.schedule.prompt_shapes import entries, padded_rows
 from specgraph.runtime.schedule.sequences import ActiveSequence
 from specgraph.runtime.schedule.step_costs import StepCosts
@@ -148,15 +150,16 @@ class RecentAcceptance(ChoosesDrafts):
         key = self._key(kind, len(sequences))
         own = self._own[[sequence.state_row for sequence in sequences]]
         survival = np.cumprod(own, axis=1)  # [n, most]: the probability that this draft and those before it are right
-        best = self._best(key, survival)
+        best, promises = self._best(key, survival)
+        why = Reasons(survival.mean(0).tolist(), promises)
         self._last[key] = best
         self._chosen[best.drafts] += 1
         num_drafts = best.drafts if best.drafts < self.choices[-1] else None
         if best.rows is None:
-            return Choice(num_drafts)
+            return Choice(num_drafts, why=why)
         # Of equal drafts the first ones: those of a sequence are never more probable than the ones before them.
         order = np.argsort(-survival[:, : best.drafts], axis=None, kind="stable")[: best.rows - len(own)]
-        return Choice(num_drafts, np.bincount(order // best.drafts, minlength=len(own)).tolist())
+        return Choice(num_drafts, np.bincount(order // best.drafts, minlength=len(own)).tolist(), why)
 
     def enqueued(
         self, kind: Hashable, rows: Sequence[int], num_prompts: int, drafts: int, each: Sequence[int] | None = None
@@ -196,38 +199,45 @@ class RecentAcceptance(ChoosesDrafts):
     def _key(self, kind: Hashable, count: int) -> Hashable:
         return kind, entries(count, len(self._own))
 
-    def _best(self, key: Hashable, survival: NDArray[np.float64]) -> Option:
+    def _best(self, key: Hashable, survival: NDArray[np.float64]) -> tuple[Option, Sequence[Promise]]:
+        """What the step is to be, and what that and the next best promise if it was chosen for that."""
         known, most = self._costs.known(key), self.choices[-1]
         for end in (Option(most), Option(0)):  # the costs of both are known before any choice
             if end not in known:
-                return end
+                return end, ()
         if self._again:
             self._again -= 1
-            return Option(self.choices[1])
-        rates, last = self._rates(survival, known), self._last.get(key, Option(most))
-        best = max(rates, key=lambda o: rates[o] / (1.0 if o == last else GAIN if o in known else GAIN_UNTRIED))
+            return Option(self.choices[1]), ()
+        promises = self._promises(survival, known, self._last.get(key, Option(most)))
+        promised = heapq.nlargest(2, promises, key=attrgetter("worth"))
+        best = Option(promised[0].drafts, promised[0].rows)
         self._steps_without = 0 if best.drafts else self._steps_without + 1
         if self._steps_without > max(AGAIN, AGAIN_FOR * self._price_of_one(known) / AGAIN_SHARE):
             self._steps_without, self._again = 0, AGAIN_FOR
-        return best
+        return best, promised
 
-    def _rates(self, survival: NDArray[np.float64], known: dict[Option, float]) -> dict[Option, float]:
-        """The tokens per second of every option, as far as they can be foreseen."""
-        count, rates = len(survival), dict[Option, float]()
+    def _promises(
+        self, survival: NDArray[np.float64], known: dict[Option, float], last: Option
+    ) -> Iterator[Promise]:  # fmt: skip
+        """What every option promises, where the last steps had ``last``."""
+
+        def promise(option: Option, tokens: float, foreseen: float) -> Promise:
+            margin = 1.0 if option == last else GAIN if option in known else GAIN_UNTRIED
+            return Promise(*option, float(tokens), float(known.get(option, foreseen)), margin)
+
+        count = len(survival)
         widths, seconds = np.array(sorted((o.drafts + 1, cost) for o, cost in known.items() if o.rows is None)).T
         for k in self.choices:
-            cost = known.get(Option(k)) or HOPE * np.interp(k + 1, widths, seconds)
-            rates[Option(k)] = (count + survival[:, :k].sum()) / cost
+            yield promise(Option(k), count + survival[:, :k].sum(), HOPE * np.interp(k + 1, widths, seconds))
         if not self._ragged:
-            return rates
+            return
         # A step takes what its rows take, and for each further draft a part of what one costs that is verified, too.
         making = max(0.0, MAKING * float((np.diff(seconds) / np.diff(widths)).min()))
         for k in self.choices[1:]:
             gains = -np.sort(-survival[:, :k], axis=None).cumsum()
             for rows in _packed_rows(count, k):
                 foreseen = np.interp(rows / count, widths, seconds) + making * (k + 1 - rows / count)
-                rates[Option(k, rows)] = (count + gains[rows - count - 1]) / (known.get(Option(k, rows)) or foreseen)
-        return rates
+                yield promise(Option(k, rows), count + gains[rows - count - 1], foreseen)
 
     def _price_of_one(self, known: dict[Option, float]) -> float:
         """By which part a step takes longer that has a draft."""
