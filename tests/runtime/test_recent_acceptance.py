@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.config import load_config
+from specgraph.runtime.execution import engine
+from specgraph.runtime.execution.workspace import Workspace
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.schedule.recent_acceptance import AGAIN, RecentAcceptance, SharedAcceptance, describe
 from specgraph.runtime.schedule.sequences import ActiveSequence
@@ -58,6 +61,21 @@ def test_a_stream_and_a_session_choose_too(monkeypatch: pytest.MonkeyPatch) -> N
     report = tested.report()
     assert "by how many drafts were accepted lately" in report and "ones is accepted with a probability of 0." in report
     assert re.search(r"a step of up to \d sequences takes, by what was tried last: .*K = \d \d+\.\d\d ms", report)
+
+
+def test_no_step_is_taken_to_last_as_long_as_the_capture_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told, capture = [0], list[float | None](), Workspace._capture
+
+    def slowly(*given: Any) -> Any:
+        clock[0] += 1
+        return capture(*given)
+
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(Workspace, "_capture", slowly)
+    monkeypatch.setattr(RecentAcceptance, "choose", choose_at_random())
+    monkeypatch.setattr(RecentAcceptance, "read", lambda own, step, emitted, seconds: told.append(seconds))
+    adaptive("eagle3").generate(PROMPTS, max_new_tokens=24, eos_token_id=[])
+    assert clock[0] > 4 and told.count(0) > 4 and {*told} == {0, None}
 
 
 @pytest.mark.parametrize("given", [{"draft": {"kind": "eagle", "num_speculative_tokens": "auto"}}])

