@@ -10,10 +10,11 @@ from torch import fx
 
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import UnknownStageError
-from specgraph.ir.program import Program
+from specgraph.ir.program import FIRST_LAYERS, Program
 from specgraph.passes.base import Pass
 from specgraph.passes.insert_processors import OPTIONS
 from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
+from specgraph.specialise.complete_rows import CompleteRows
 from specgraph.specialise.end_chains import StepModule, ending_chains
 from specgraph.specialise.mode import Mode
 from specgraph.specialise.pack_rows import PackRows
@@ -69,6 +70,8 @@ class StepCache:
             yield TraceStep(mode.unused)
         if mode.packed:
             yield PackRows()
+        elif FIRST_LAYERS in self._program.modules:
+            yield CompleteRows()
         if mode.paused:
             yield PauseStep()
 

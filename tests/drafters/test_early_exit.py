@@ -74,7 +74,7 @@ class OwnBugs(PlantBug):
 
 
 class TestDrafts(DraftContract):
-    KIND, TOKENS_TOO, BUG_PASS = "early_exit", True, OwnBugs
+    KIND, TOKENS_TOO, BUG_PASS = "early_exit", False, OwnBugs
     target = staticmethod(target)
     CASES = (*by_rule("layer 1", 4), Case("layer 2", 1), Case("layer 2", 7, "probabilistic"))
     REAL = (Case("layer 2", 4), Case("layer 1", 4, "probabilistic"), Case("layer 2", 7, "block"))
@@ -99,20 +99,25 @@ class TestDrafts(DraftContract):
         return oracle(by_hand(exits(name)))
 
     def check_program(self, case: Case, program: Program) -> None:
-        assert not [name for name in program.inputs if name.endswith("caches") and name != "target_caches"]
+        """The first layers have the target's caches of these layers, and there are no others."""
+        names = ("first_layers_caches", "target_caches")
+        assert [name for name in program.inputs if name.endswith("caches")] == [*names]
+        assert [len(program.inputs[name]) // 2 for name in names] == [exits(case.name), LAYERS - exits(case.name)]  # type: ignore[arg-type]
 
     @classmethod
     def check_slots(cls, run: Run) -> None:
         """The target writes its real rows in all layers, then each draft its own row in the first ones."""
+        first = 2 * run.program.drafter.model.attention_layers  # type: ignore[attr-defined]
         for one in run.steps:
             block = [range(s, s + n) for s, n in zip(one.start, one.num_rows, strict=True)]
-            expected = [_slots(run, block, one.width)] * (2 * LAYERS)
+            window = _slots(run, block, one.width)
+            drafts = []
             for offset in range(run.k):
                 rows = [(s + n + offset, n > 0) for s, n in zip(one.start, one.num_emitted, strict=True)]
-                own = _slots(run, [range(row, row + real) for row, real in rows], 1)
-                expected += [own] * (2 * run.program.drafter.model.attention_layers)  # type: ignore[attr-defined]
-            assert one.slots["draft"] == one.slots["other"] == []
-            assert [slots.tolist() for slots in one.slots["target"]] == expected
+                drafts += [_slots(run, [range(row, row + real) for row, real in rows], 1)] * first
+            assert [slots.tolist() for slots in one.slots["draft"]] == [window] * first + drafts
+            assert [slots.tolist() for slots in one.slots["target"]] == [window] * (2 * LAYERS - first)
+            assert one.slots["other"] == []
 
 
 def test_steps_without_drafts_are_plain_decoding_and_numbers_for_each_change_no_token(
