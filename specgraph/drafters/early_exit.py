@@ -27,8 +27,7 @@ from specgraph.frontend.tracing import ATTENTION, cut_at_layer, exit_head, hidde
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import FIRST_LAYERS
 from specgraph.kernels import step as functions
-from specgraph.kernels.state import RECURRENT, Buffer
-from specgraph.specialise.complete_rows import KEPT
+from specgraph.kernels.state import FIRST_HIDDEN, RECURRENT, Buffer
 
 EXIT_HEAD = "exit_head"
 """The module that turns a hidden state that leaves the first layers into logits."""
@@ -75,7 +74,7 @@ class EarlyExitDrafter(Drafter):
         if count < 1:
             raise PassError(f"insert_draft: {self.name} needs num_speculative_tokens >= 1, got {count}.")
         own = step.program.bind(FIRST_LAYERS, FIRST_LAYERS)
-        kept = step.state(KEPT, Buffer(("B", count, self.model.hidden_size), self.model.dtype, indexed=True))
+        kept = step.state(FIRST_HIDDEN, Buffer(("B", count, self.model.hidden_size), self.model.dtype, indexed=True))
         names = [node.name for node in step.program.modules.unchanged[EXIT_HEAD].graph.find_nodes(op="placeholder")]
         known = (step.window, step.emitted, step.num_emitted)
         token = step.call(functions.last_accepted, *known, name="last_accepted")

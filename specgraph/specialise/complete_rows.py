@@ -14,13 +14,10 @@ from __future__ import annotations
 from specgraph.ir.graphs import arguments, calls
 from specgraph.ir.program import FIRST_LAYERS, Program
 from specgraph.kernels import step
-from specgraph.kernels.state import ROWS
+from specgraph.kernels.state import FIRST_HIDDEN, ROWS
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.common.patterns import insert, items
 from specgraph.specialise.index_rows import gathered
-
-KEPT = "first_hidden_states"
-"""The state ``[B, K, H]`` that keeps hidden states of the next window's rows."""
 
 
 class CompleteRows(Pass, requires={"verify", "row_index", "grid"}):
@@ -38,7 +35,7 @@ class CompleteRows(Pass, requires={"verify", "row_index", "grid"}):
         names = ("newest_token", "newest_position", "newest_rows")
         for name, own in zip(("tokens", "positions", "num_rows"), items(call, newest, names), strict=True):
             call.update_kwarg(name, own)
-        given = program.input(KEPT), call, program.input(ROWS), num_rows, window
+        given = program.input(FIRST_HIDDEN), call, program.input(ROWS), num_rows, window
         whole = insert(call.next, step.complete_rows, given, name="window_hidden")
         call.replace_all_uses_with(whole, lambda user: user is not whole)
         return PassResult(1, expected=1)

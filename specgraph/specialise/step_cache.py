@@ -10,7 +10,7 @@ from torch import fx
 
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import UnknownStageError
-from specgraph.ir.program import FIRST_LAYERS, Program
+from specgraph.ir.program import Program
 from specgraph.passes.base import Pass
 from specgraph.passes.insert_processors import OPTIONS
 from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
@@ -68,10 +68,10 @@ class StepCache:
         yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts, mode.plain)
         if mode.traced:
             yield TraceStep(mode.unused)
+        if mode.completed:
+            yield CompleteRows()
         if mode.packed:
             yield PackRows()
-        elif FIRST_LAYERS in self._program.modules:
-            yield CompleteRows()
         if mode.paused:
             yield PauseStep()
 

@@ -11,8 +11,8 @@ chained rows not written       missed       caught  caught
 the token before the newest    missed       caught  missed
 =============================  ===========  ======  ======
 
-The drafter has no cache of its own, so drafts that are wrong are so whatever came before. Rows that drafting has run are
-the target's, though, so bugs of what is kept of them change tokens or log-probabilities
+The drafter has no cache of its own, so drafts that are wrong are so whatever came before. Rows that drafting has run
+are the target's, though, so bugs of what is kept of them change tokens or log-probabilities
 (``test_planted_bugs_of_kept_rows_change_tokens``).
 """
 
@@ -144,10 +144,17 @@ def test_steps_without_drafts_are_plain_decoding_and_numbers_for_each_change_no_
     assert [tokens.tolist() for tokens in out.new_tokens] == [tokens.tolist() for tokens in expected.new_tokens]
     assert all(map(torch.equal, out.logprobs, expected.logprobs))
     assert len(out.stats.steps_by_drafts) == 4
+    packed = [_called(own) for mode, own in tested._step_cache.steps.items() if mode.packed and mode.completed]
+    assert packed and all(names[:2] == ["first_layers", "target_packed"] for names in packed), "completed, and packed"
     monkeypatch.setattr(RecentAcceptance, "choose", lambda *_: Choice(0))
     tested.generate(prompts, **options)
-    graphs: list[Any] = [own for mode, own in tested._step_cache.steps.items() if mode.drafts == 0]
-    assert graphs and not any(own.graph.find_nodes(op="call_module", target="draft") for own in graphs)
+    plain = [_called(own) for mode, own in tested._step_cache.steps.items() if mode.drafts == 0 and not mode.packed]
+    assert plain and all(names == ["first_layers", "target", "lm_head"] for names in plain)
+
+
+def _called(whole: Any) -> list[str]:
+    """The modules that a step calls, in order."""
+    return [str(node.target) for node in whole.graph.find_nodes(op="call_module")]
 
 
 REFUSED: list[tuple[str, dict[str, Any], Sequence[str]]] = [
@@ -210,8 +217,10 @@ def test_every_kind_of_step_gives_the_bits_of_plain_decoding(draft: dict[str, An
 def test_sequences_that_come_and_go_have_the_bits_of_plain_decoding() -> None:
     """Where prompts run, all rows do; a sequence takes the state row of one that was cancelled."""
     heard = []
-    for decoder in (early(max_batch_size=2), specgraph.compile_speculative(
-            target(), {**CONFIG, "draft": {"kind": "none"}, "max_batch_size": 2})):
+    for decoder in (
+        early(max_batch_size=2),
+        specgraph.compile_speculative(target(), {**CONFIG, "draft": {"kind": "none"}, "max_batch_size": 2}),
+    ):
         said: dict[int, list[Any]] = {}
         with decoder.session(return_logprobs=True) as session:
             numbers = [session.submit(prompt, max_new_tokens=15, eos_token_id=[]) for prompt in PROMPTS]
