@@ -383,7 +383,7 @@ def exit_head(traced: TracedModel) -> fx.GraphModule:
     states, layers = hidden_states(traced), traced.info.num_layers
     norm = _subgraph(traced.body, states[layers], [states[layers + 1]], "norm")
     graph, root = fx.Graph(), nn.Module()
-    mapping = {node: graph.placeholder(node.name) for node in norm.graph.find_nodes(op="placeholder")}
+    mapping = {node: graph.node_copy(node) for node in norm.graph.find_nodes(op="placeholder")}  # with their shapes
     (normed,) = traced.head.graph.find_nodes(op="placeholder")
     graph.output(splice(graph, root, traced.head, {normed: splice(graph, root, norm, mapping)}))
     return new_module(root, graph, "exit_head")

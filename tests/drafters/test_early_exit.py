@@ -297,10 +297,11 @@ def test_devices_that_share_the_target_run_the_first_layers_whole() -> None:
     assert told(early(**shared)) == told(plain)
 
 
+@pytest.mark.parametrize("lowering", ["eager", "gpu"])
 @pytest.mark.parametrize("architecture", ["gpt2", "opt"])
-def test_a_model_whose_final_norm_has_another_name(architecture: str) -> None:
+def test_a_model_whose_final_norm_has_another_name(architecture: str, lowering: str) -> None:
     """GPT-2 reads the sizes of its tokens behind this norm."""
     model, each = double_model(architecture, 0), []
     for draft in ({"kind": "none"}, {"kind": "early_exit", "exit_layer": 1}):
-        each.append(told(specgraph.compile_speculative(model, {**CONFIG, "draft": draft})))
+        each.append(told(specgraph.compile_speculative(model, {**CONFIG, "draft": draft, "lowering": lowering})))
     assert each[0] == each[1]

@@ -34,10 +34,13 @@ def prompts() -> list[Tensor]:
     return [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
 
 
-def decoder(kind: str, k: int = 1, *, first: str | None = None, **extra: Any) -> SpeculativeDecoder:
+def decoder(
+    kind: str, k: int | str = 1, *, first: str | None = None, exit_layer: int | None = None, **extra: Any
+) -> SpeculativeDecoder:  # fmt: skip
     target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.bfloat16).cuda()
-    loaded = kind not in ("none", "ngram", "suffix")
+    loaded = kind not in ("none", "ngram", "suffix", "early_exit")
     draft: dict[str, Any] = {"num_speculative_tokens": k, "first": first} | ({} if loaded else {"kind": kind})
+    draft |= {} if exit_layer is None else {"exit_layer": exit_layer}
     config = {"draft": draft, "debug": {"self_check": False}, **extra}
     return specgraph.compile_speculative(target, config, draft=MODELS / kind if loaded else None)
 
@@ -83,6 +86,15 @@ def assert_same(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor,
 )  # fmt: skip
 def test_speculation_changes_no_bit(kind: str, k: int, count: int, batch: int, temperature: float) -> None:
     assert_same(run(decoder(kind, k), count, batch, temperature), plain(temperature))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("layer", "k", "count", "batch"), [(5, 4, 50, 50), (3, 1, 3, 1), (7, 6, 33, 33), (7, "auto", 64, 64)]
+)
+def test_completed_rows_change_no_bit(layer: int, k: int | str, count: int, batch: int, temperature: float) -> None:
+    """Rows that drafts have run one by one are those that a window would run; K of ``auto`` differs by sequence."""
+    assert_same(run(decoder("early_exit", k, exit_layer=layer), count, batch, temperature), plain(temperature))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
