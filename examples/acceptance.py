@@ -21,7 +21,7 @@ from specgraph import SpeculativeDecoder
 HERE = Path(__file__).parent
 MODELS = HERE / "models" / "tiny-math"
 LOOKUPS = ("ngram", "suffix")
-HEADS = ("eagle3", "peagle", "eagle", "mtp", "medusa", "dflash", "dspark")
+HEADS = ("eagle3", "peagle", "eagle", "mtp", "medusa", "dflash", "dflash2", "dspark")
 MATCHES = {"medusa": (2, 4, 8), "eagle3": (4, 8)}
 """How many tokens must match for a lookup in front of each of these drafters."""
 NEW_TOKENS = 160

@@ -95,6 +95,10 @@ CONFIDENCE = "confidence"
 """The state float32 ``[B, K]`` of a drafter that estimates whether its drafts will be accepted: the probability of each
 draft in the next window, if those before it are accepted."""
 
+FIRST_HIDDEN = "first_hidden_states"
+"""The state ``[B, K, H]`` of a drafter that runs the target's first layers: what leaves these, for the first K rows of
+the next window, the last draft's excluded."""
+
 EARLIER = "earlier_outputs"
 """The state int64 ``[E]`` of a drafter that looks up what its decoder has made for others: the last tokens of the
 outputs of earlier requests, each output followed by a :data:`SEPARATOR`."""

@@ -182,7 +182,7 @@ def _split(region: Region, product: Product, count: int) -> str:
 
 def _read(program: Program) -> Iterator[tuple[str, fx.Node, Tensor]]:
     """The tensors that the target reads: with the module, and the node that names them."""
-    for name in TARGET_MODULES:
+    for name in (name for name in TARGET_MODULES if name in program.modules):
         module = program.modules.unchanged[name]
         for node in module.graph.find_nodes(op="get_attr"):
             yield name, node, get_attribute(module, str(node.target))

@@ -29,11 +29,14 @@ from specgraph.kernels.step.rerun import next_module_tokens as next_module_token
 from specgraph.kernels.step.rerun import rerun as rerun
 from specgraph.kernels.step.rows import expand_draft_inputs as expand_draft_inputs
 from specgraph.kernels.step.rows import row_slots as row_slots
+from specgraph.kernels.step.step import complete_rows as complete_rows
 from specgraph.kernels.step.step import draft_tokens as draft_tokens
 from specgraph.kernels.step.step import for_host as for_host
 from specgraph.kernels.step.step import keep_confidence_ as keep_confidence_
+from specgraph.kernels.step.step import keep_hidden_ as keep_hidden_
 from specgraph.kernels.step.step import keep_point_mass_ as keep_point_mass_
 from specgraph.kernels.step.step import needed_rows as needed_rows
+from specgraph.kernels.step.step import newest_row as newest_row
 from specgraph.kernels.step.step import positions_and_next as positions_and_next
 from specgraph.kernels.step.step import propose_ as propose_
 from specgraph.kernels.step.step import row_positions as row_positions

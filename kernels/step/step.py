@@ -85,6 +85,33 @@ def keep_confidence_(confidence: Tensor, estimates: Tensor, num_emitted: Tensor)
     store_drafted_(kept, new, None, num_emitted, 0)
 
 
+@writes("kept")
+def keep_hidden_(kept: Tensor, hidden: Tensor, rows: Tensor, num_emitted: Tensor, *, row: int) -> None:
+    """Keep the hidden states ``hidden`` ``[B, 1, H]`` of row ``row`` of the next window in ``kept`` ``[N, K, H]``.
+
+    ``rows`` ``[B]`` is the row index. Sequences that emitted nothing keep their drafts, and so these states.
+    """
+    store_drafted_(kept, hidden, rows, num_emitted, row)
+
+
+def newest_row(window: Tensor, positions: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The last of the ``num_rows`` ``[B]`` real rows of a window: its token and its position, ``[B, 1]`` each, and how
+    many rows these are ``[B]``, which is 0 where a sequence has none."""
+    last = (num_rows - 1).clamp_min(0).unsqueeze(1)
+    return window.gather(1, last), positions.gather(1, last), num_rows.clamp(max=1)
+
+
+def complete_rows(kept: Tensor, newest: Tensor, rows: Tensor, num_rows: Tensor, window: Tensor) -> Tensor:
+    """The hidden states ``[B, T, H]`` of the rows of a window ``[B, T]``: for the last of the ``num_rows`` ``[B]`` real
+    ones ``newest`` ``[B, 1, H]``, and for those before it what is ``kept`` ``[N, K, H]``.
+
+    ``rows`` ``[B]`` is the row index.
+    """
+    place = torch.arange(window.shape[1], device=window.device)
+    own = kept[rows.clamp_min(0).unsqueeze(1), place.clamp(max=kept.shape[1] - 1)]
+    return torch.where((place < num_rows.unsqueeze(1) - 1).unsqueeze(2), own, newest)
+
+
 @writes("draft_logits")
 def propose_(
     draft_logits: Tensor | None,

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from specgraph.ir.graphs import DEVICE, new_module
-from specgraph.ir.program import Program
+from specgraph.ir.graphs import DEVICE, calls, new_module
+from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.kernels.state import Buffer, Stateful
 from specgraph.passes.common.patterns import insert, value_of
 
@@ -58,7 +58,9 @@ def give_state(
 
 def bind_target(program: Program) -> None:
     """Let the step pass the target all state that it now asks for."""
-    call = program.one("target")
-    call.kwargs = {**call.kwargs, **program.bind("target", "target")}
-    target = program.modules["target"]
-    program.modules["target"] = new_module(target, target.graph, "target")
+    for call in [node for name in TARGET_MODULES for node in calls(program.graph, name)]:
+        name = str(call.target)
+        if bound := program.bind(name, name):
+            call.kwargs = {**call.kwargs, **bound}
+            module = program.modules[name]
+            program.modules[name] = new_module(module, module.graph, name)

@@ -17,7 +17,7 @@ from torch import fx
 
 from specgraph.ir.graphs import calls
 from specgraph.ir.linear import linears
-from specgraph.ir.program import Program
+from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.ir.traffic import experts_per_row
 from specgraph.kernels.ops import find
 from specgraph.kernels.state import RECURRENT
@@ -29,9 +29,10 @@ ATTENTION = torch.ops.specgraph.paged_attention.default
 
 def prompt_flops(program: Program, length: int) -> float:
     """The operations that a prompt of ``length`` tokens needs up to its first new token."""
-    target, projection = program.modules.unchanged["target"], program.modules.unchanged["lm_head"]
-    rows = _of_products(target) + _of_recurrence(target)
-    return length * rows + _of_attention(target, length) + _of_products(projection)
+    modules = program.modules.unchanged
+    layers = [modules[name] for name in TARGET_MODULES if name in modules and name != "lm_head"]
+    rows = sum(_of_products(own) + _of_recurrence(own) for own in layers)
+    return length * rows + sum(_of_attention(own, length) for own in layers) + _of_products(modules["lm_head"])
 
 
 def _of_products(module: fx.GraphModule) -> float:

@@ -19,7 +19,6 @@ biases no rule. A step on a CPU leaves the other calls out (:mod:`specgraph.spec
 from __future__ import annotations
 
 import operator
-from typing import ClassVar
 
 from torch import fx, nn
 
@@ -41,8 +40,6 @@ class ChainDrafter(Drafter):
     """A drafter with the modules :data:`BODY` and :data:`HEAD` and, if it is shifted, :data:`FEATURES`."""
 
     chained = True
-    keeps_rows: ClassVar[bool] = True
-    """Whether the first call of a step writes rows that later steps read."""
 
     def build(self, step: DraftStep) -> int:
         """Append K calls of ``draft``, a module made of body and head that computes logits for one row only."""
@@ -51,7 +48,8 @@ class ChainDrafter(Drafter):
             raise PassError(f"insert_draft: {self.name} needs num_speculative_tokens >= 1, got {count}.")
         modules = step.program.modules
         modules["draft"] = _join(modules.pop(BODY), modules.pop(HEAD))
-        bound, inputs = self.bind_state(step), self.first_inputs(step)
+        bound = step.program.bind("draft", "draft")
+        inputs = self._shifted(step) if self.shifted else self._unshifted(step)
         recurrent = SETTLED_BY in bound
         if recurrent:
             inputs[SETTLED_BY] = step.last
@@ -66,7 +64,7 @@ class ChainDrafter(Drafter):
                 if recurrent:
                     inputs[SETTLED_BY] = self._settled_before(step, row)
             call = step.draft(**state, **inputs, name=f"draft_{row}")
-            if row or not self.keeps_rows:
+            if row:
                 step.mark_scratch(call)
             logits = call
             if self.shifted:
@@ -79,14 +77,6 @@ class ChainDrafter(Drafter):
             if wanted is not None and row < count - 1:
                 survival = step.survival(logits, wanted, survival, row)
         return count
-
-    def bind_state(self, step: DraftStep) -> dict[str, fx.Node]:
-        """The state inputs of the module ``draft``, by their names in it."""
-        return step.program.bind("draft", "draft")
-
-    def first_inputs(self, step: DraftStep) -> dict[str, fx.Node]:
-        """The other inputs of the first call."""
-        return self._shifted(step) if self.shifted else self._unshifted(step)
 
     def _settled_before(self, step: DraftStep, row: int) -> fx.Node:
         """The node that marks the row of draft number ``row``, and the rows of the chain before it, as not settled.

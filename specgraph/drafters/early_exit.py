@@ -1,81 +1,90 @@
 """Drafts from the target's own first layers, which its final norm and vocabulary projection turn into logits.
 
-The first layers are traced as a model of their own, which shares all weights with the target, and also its KV cache:
-when a step begins to draft, the target has just written the rows of all accepted tokens. So nothing is brought up to
-date. The first call runs the newest token, and each further one the draft before it. What they write in the target's
-cache are the rows of the next window, which the target's own call writes again, all layers of them, before it reads
-them; so no bit of the target's depends on drafts. Rows behind that window are written before anything sees them.
+The target is cut at the exit layer. Its first layers are a module of their own, which the step calls for the window,
+and this drafter calls for each draft, over the same KV cache: when a step begins to draft, the target has just written
+the rows of all accepted tokens, so nothing is brought up to date. The first call runs the newest token, and each
+further one the draft before it. What they compute are the rows of the next window, of which only the last one is
+missing. Their hidden states are kept, and the step that verifies the drafts goes on from there
+(:mod:`specgraph.specialise.complete_rows`). Rows of rejected drafts are written again before anything sees them.
 
 It needs no training, but a target that was not trained to be left early (Elhoushi et al. 2024, LayerSkip,
 arXiv 2404.16710) guesses little right.
 
-Source: self-speculative decoding of Zhang et al. 2023 (arXiv 2309.08168), and of LayerSkip, section 4.3.
+Source: self-speculative decoding of Zhang et al. 2023 (arXiv 2309.08168), and of LayerSkip, section 4.3, whose "KVQ
+cache" holds the kept states.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from torch import fx
-
 from specgraph.config.drafters import EarlyExitDraftConfig
-from specgraph.drafters.base import Draft, Target
-from specgraph.drafters.chain import BODY, HEAD, ChainDrafter
+from specgraph.drafters.base import Draft, Drafter, Target
 from specgraph.drafters.step import DraftStep
-from specgraph.errors import ConfigError
-from specgraph.frontend.first_layers import with_first_layers
-from specgraph.frontend.tracing import trace
+from specgraph.errors import ConfigError, PassError
+from specgraph.frontend.tracing import ATTENTION, cut_at_layer, exit_head, hidden_states
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import FIRST_LAYERS
 from specgraph.kernels import step as functions
-from specgraph.kernels.state import RECURRENT
+from specgraph.kernels.state import FIRST_HIDDEN, RECURRENT, Buffer
 
-CACHES = "caches"
-TARGET_CACHES = "target_caches"
-"""The input of a step that holds the target's KV cache, layer after layer."""
+EXIT_HEAD = "exit_head"
+"""The module that turns a hidden state that leaves the first layers into logits."""
 
 
-class EarlyExitDrafter(ChainDrafter):
+class EarlyExitDrafter(Drafter):
     """Runs the target's first layers, token by token, over the target's KV cache."""
 
     Config = EarlyExitDraftConfig
-    keeps_rows = False
+    chained = True
 
     @classmethod
     def make(cls, options: EarlyExitDraftConfig, target: Target, given: Any) -> Draft:
-        """Trace the first layers of the target."""
-        count, layers = options.exit_layer, target.info.num_layers
-        first = None if count is None or count >= layers else with_first_layers(target.model, count)
-        if first is None:
+        """Take the final norm and the projection of the target for drafts."""
+        count, info, states = options.exit_layer, target.info, hidden_states(target.traced)
+        layers = info.num_layers
+        if count is None or count >= layers:
             raise ConfigError(
                 f"draft.exit_layer is {count}, and drafts come from the first 1 to {layers - 1} of the target's "
-                f"{layers} layers, which have to stand in one list; give a number of them."
+                f"{layers} layers; give a number of them."
             )
-        traced = trace(first, target.max_length)
-        if any(node.target in RECURRENT for node in traced.body.graph.nodes):
+        (first, _), entering = cut_at_layer(target.traced, count), states.get(layers + 1)
+        left = first.graph.output_node().all_input_nodes[0].meta["val"]
+        if any(node.target in RECURRENT for node in first.graph.nodes):
             raise ConfigError(
                 "draft=early_exit takes no target with recurrent layers, whose state knows no drafts that may be taken "
                 "back; draft by ngram, or by a head."
             )
-        modules = {BODY: traced.body, HEAD: traced.head}
-        drafter = cls(options.num_speculative_tokens, modules, {BODY: traced.info})
-        return Draft(drafter, first, traced, (f"drafts come from {count} of the target's {layers} layers",))
+        same = entering is not None and entering.meta["val"].shape == left.shape and left.dtype == info.dtype
+        if not same:
+            raise ConfigError(
+                f"draft=early_exit takes what leaves a layer of the target to its final norm, and {info.name} has no "
+                "list of layers, or does something else in between; draft by ngram, or by a head."
+            )
+        caches = sum(1 for _ in calls(first.graph, ATTENTION))
+        models = {FIRST_LAYERS: replace(info, num_layers=count, num_caches=caches)}
+        head = {EXIT_HEAD: exit_head(target.traced)}
+        drafter = cls(options.num_speculative_tokens, head, models, exit_layer=count)
+        return Draft(drafter, notes=(f"drafts come from {count} of the target's {layers} layers",))
 
-    def bind_state(self, step: DraftStep) -> dict[str, fx.Node]:
-        """The target's KV cache in the place of one of its own."""
-        every = step.program.inputs[TARGET_CACHES]
-        for node in step.program.modules["draft"].graph.find_nodes(op="placeholder"):
-            if node.name == CACHES:
-                own = node.meta["state"]
-                if own != every[: len(own)]:  # type: ignore[index]
-                    raise ConfigError(
-                        "draft=early_exit reads the target's KV cache, and the two differ, as they do where several "
-                        "devices share the target; draft by something else there, or use one device."
-                    )
-                node.meta["state"] = every
-        return step.program.bind("draft", "target")
-
-    def first_inputs(self, step: DraftStep) -> dict[str, fx.Node]:
-        """The newest token alone, which no call has run yet."""
+    def build(self, step: DraftStep) -> int:
+        """Append K calls of the first layers, each with what turns its hidden state into logits."""
+        count = self.num_speculative_tokens
+        if count < 1:
+            raise PassError(f"insert_draft: {self.name} needs num_speculative_tokens >= 1, got {count}.")
+        own = step.program.bind(FIRST_LAYERS, FIRST_LAYERS)
+        kept = step.state(FIRST_HIDDEN, Buffer(("B", count, self.model.hidden_size), self.model.dtype, indexed=True))
+        names = [node.name for node in step.program.modules.unchanged[EXIT_HEAD].graph.find_nodes(op="placeholder")]
         known = (step.window, step.emitted, step.num_emitted)
-        tokens = step.call(functions.last_accepted, *known, name="last_accepted")
-        positions = step.position(0, "position_0")
-        return {"tokens": tokens, "positions": positions, "num_rows": step.num_emitted, "row": step.num_emitted}
+        token = step.call(functions.last_accepted, *known, name="last_accepted")
+        for row in range(count):
+            position = step.position(row, f"position_{row}")
+            given = {**own, "tokens": token, "positions": position, "num_rows": step.num_emitted}
+            hidden = step.program.call(FIRST_LAYERS, **given, name=f"draft_{row}", role="draft")
+            step.mark_scratch(hidden)
+            step.call(functions.keep_hidden_, kept, hidden, step.rows, step.num_emitted, row=row, name=f"keep_{row}")
+            read = {"hidden": hidden, "tokens": token, "positions": position}
+            logits = step.call(EXIT_HEAD, **{name: read[name] for name in names}, name=f"draft_logits_{row}")
+            token = step.draw(logits, row, self.model.vocab_size, self.model.dtype)
+        return count

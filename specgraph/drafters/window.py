@@ -35,7 +35,7 @@ def limit_window(draft: Draft, window: int) -> Draft:
     limited = [_limit(*found, window) for module in modules.values() for found in _attention(module.graph)]
     recurrent = sum(node.target in RECURRENT for module in modules.values() for node in module.graph.nodes)
     if not limited:
-        has = "recurrent layers alone" if recurrent else "none"
+        has = "recurrent layers alone" if recurrent else "none of its own"
         raise ConfigError(
             f"draft.window={window} is for the attention of a drafter, and {drafter.name} has {has}; leave it out."
         )

@@ -18,7 +18,7 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     ``layer_types``, say the same of them. The model itself stays as it is. None if its layers are not found, which are
     a list of as many modules as the configuration says, or if all of them are needed.
     """
-    found = _find_layers(model)
+    found = find_layers(model)
     if found is None:
         return None
     by_layer = _by_layer(model)
@@ -34,7 +34,7 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
 def with_first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel | None:
     """A copy of ``model`` that shares its tensors, with its first ``count`` layers. None as in :func:`first_layers`."""
     made = own_copy(model)
-    found = _find_layers(made)
+    found = find_layers(made)
     if found is None or count >= len(found[2]):
         return None
     owner, name, layers = found
@@ -46,7 +46,7 @@ def with_first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel | N
     return made
 
 
-def _find_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList] | None:
+def find_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList] | None:
     """The list of a model's layers, with the module that holds it and its name there."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [(owner, name, each) for owner in model.modules() for name, each in owner.named_children()

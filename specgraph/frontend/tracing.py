@@ -21,6 +21,7 @@ import specgraph.kernels.attention.attention  # noqa: F401  (registers the op)
 from specgraph.compat import output_capturing
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.experts import HOOK, hook_experts
+from specgraph.frontend.first_layers import find_layers
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
 from specgraph.frontend.mixing import check_mixing
 from specgraph.frontend.quantised import hook_quantised
@@ -30,7 +31,7 @@ from specgraph.frontend.unknown import HARMLESS, refuse_unknown
 from specgraph.ir.devices import move_foreign_nodes
 from specgraph.ir.exporting import export_module, exporting, own_copy, replaced
 from specgraph.ir.functional import functional
-from specgraph.ir.graphs import calls, new_module, unlift
+from specgraph.ir.graphs import calls, new_module, splice, unlift
 from specgraph.ir.kept import kept
 from specgraph.ir.model_info import ModelInfo, Rope
 from specgraph.kernels.state import RECURRENT
@@ -57,9 +58,9 @@ class TracedModel:
     ``body(tokens, positions) -> hidden`` takes int64 ``[B, T]`` twice and returns the input ``[B, T, H]`` of the head.
     In its graph, the node whose ``meta["hidden_state"]`` is ``k`` holds ``hs[k]``, the residual stream that enters
     layer ``k``. ``hs[0]`` are the embeddings. With ``L`` layers, ``hs[L]`` is taken after the final norm, and what
-    enters this norm is ``hs[L + 1]``, if the base model has it under the name ``norm``. The other graph,
-    ``head(hidden) -> logits``, turns ``[B, R, H]`` into ``[B, R, V]``. Both hold the model's own parameters and no
-    copies.
+    enters this norm is ``hs[L + 1]``, if the base model has it under the name ``norm``; else that is what leaves the
+    last layer, if the layers are one list. The other graph, ``head(hidden) -> logits``, turns ``[B, R, H]`` into
+    ``[B, R, V]``. Both hold the model's own parameters and no copies.
     """
 
     info: ModelInfo
@@ -133,6 +134,7 @@ class _Forward(nn.Module):
         self.model = model
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.norm: Any = getattr(model.base_model, "norm", None)
+        self.found = None if self.norm is not None else find_layers(model)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         place = {"position_ids": positions} if self.takes_positions else {}
@@ -140,6 +142,10 @@ class _Forward(nn.Module):
         with contextlib.ExitStack() as stack:
             if self.norm is not None:
                 stack.enter_context(self.norm.register_forward_pre_hook(lambda _, args: entered.extend(args[:1])))
+            elif self.found is not None:
+                last = self.found[2][-1]
+                keep = lambda *call: entered.append(call[-1] if isinstance(call[-1], Tensor) else call[-1][0])  # noqa: E731
+                stack.enter_context(last.register_forward_hook(keep))
             out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True, **place)
         return (out.logits, *out.hidden_states, *entered[-1:])
 
@@ -357,6 +363,35 @@ def _split(module: fx.GraphModule, layers: int, name: str) -> tuple[fx.GraphModu
     if any(node.op == "placeholder" and node.name not in {"hidden"} for node in head.graph.nodes):
         raise UnsupportedModelError(f"{name}'s logits depend on more than its last hidden state.")
     return body, head
+
+
+def cut_at_layer(traced: TracedModel, layer: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The body in two parts: ``first(tokens, positions) -> hidden``, which is ``hs[layer]``, and ``rest(positions,
+    hidden) -> hidden``, which takes ``tokens`` as well if its layers read them."""
+    body = traced.body
+    inputs = [*body.graph.find_nodes(op="placeholder")]
+    between, last = hidden_states(traced)[layer], body.graph.output_node().all_input_nodes[0]
+    positions = [node for node in inputs if node.name == "positions"]
+    return _subgraph(body, between, inputs, "first_layers"), _subgraph(body, last, [*positions, between], "target")
+
+
+def exit_head(traced: TracedModel) -> fx.GraphModule:
+    """``exit_head(hidden) -> logits``, from ``hs[L + 1]``: the final norm, and the head behind it.
+
+    It takes ``tokens`` and ``positions`` as well if the model reads their sizes there.
+    """
+    states, layers = hidden_states(traced), traced.info.num_layers
+    norm = _subgraph(traced.body, states[layers], [states[layers + 1]], "norm")
+    graph, root = fx.Graph(), nn.Module()
+    mapping = {node: graph.node_copy(node) for node in norm.graph.find_nodes(op="placeholder")}  # with their shapes
+    (normed,) = traced.head.graph.find_nodes(op="placeholder")
+    graph.output(splice(graph, root, traced.head, {normed: splice(graph, root, norm, mapping)}))
+    return new_module(root, graph, "exit_head")
+
+
+def hidden_states(traced: TracedModel) -> dict[int, fx.Node]:
+    """The nodes of the body that hold ``hs[k]``, by ``k``."""
+    return {n.meta["hidden_state"]: n for n in traced.body.graph.nodes if "hidden_state" in n.meta}
 
 
 def _subgraph(module: fx.GraphModule, result: fx.Node, inputs: list[fx.Node], name: str) -> fx.GraphModule:

@@ -43,6 +43,7 @@ class BoundDrafter(ABC):
         draft_to_target: int64 ``[Vd]``, the target id of every draft id; None if the two are the same.
         mask: the mask for drafting in parallel; None if it cannot do so.
         parallel: whether it was trained to draft in parallel, which is then the default.
+        exit_layer: it runs so many of the target's first layers, which then are a module of their own; None: none.
         least_survival: its chain of drafts ends where the probability that all of them are accepted, as the drafter
             sees it, falls below this. With 0 it always makes K drafts.
     """
@@ -55,6 +56,7 @@ class BoundDrafter(ABC):
     mask: Mask | None = None
     parallel: bool = False
     least_survival: float = 0.0
+    exit_layer: int | None = None
 
     chained: ClassVar[bool] = False
     looks_up: ClassVar[bool] = False

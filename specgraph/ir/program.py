@@ -21,7 +21,9 @@ from specgraph.ir.state import block_sizes
 from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Input
 
-TARGET_MODULES = ("target", "lm_head")
+FIRST_LAYERS = "first_layers"
+"""The module of the target's first layers, where a drafter runs these alone (:attr:`BoundDrafter.exit_layer`)."""
+TARGET_MODULES = (FIRST_LAYERS, "target", "lm_head")
 """The modules of the target; all others are the drafter's."""
 FACTS: dict[str, str] = {
     "traced": "modules hold the ATen nodes that tracing gave them; none has been lowered",

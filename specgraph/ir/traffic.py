@@ -134,7 +134,7 @@ def traffic(
     """
     target, draft, cache, state, batch = 0, 0, 0.0, 0.0, len(contexts)
     for call in calls:
-        of_target = call.module in TARGET_MODULES
+        of_target = call.module in TARGET_MODULES and call.settles  # drafts may run the first layers, too
         rows = num_speculative_tokens + 1 if of_target else 1
         size = call.reads.weight_bytes(batch * rows)
         target, draft = (target + size, draft) if of_target else (target, draft + size)

@@ -14,6 +14,7 @@ class Mode(NamedTuple):
         drafts: how many drafts it makes and verifies; None: K, for which the state has room.
         paused: whether the host changes logits in the middle of it.
         packed: whether its modules run packed rows, as steps that run prompts do.
+        completed: whether the target goes on from rows that drafting has run, since all of its sequences decode.
         traced: whether it says how probable drafts are.
         ahead: whether it makes as many drafts as it can, however many it verifies.
         plain: whether it leaves the drafter out, because none of its sequences has drafts any more.
@@ -24,6 +25,7 @@ class Mode(NamedTuple):
     drafts: int | None = None
     paused: bool = False
     packed: bool = False
+    completed: bool = False
     traced: bool = False
     ahead: bool = False
     plain: bool = False

@@ -175,8 +175,8 @@ def _removable(program: Program, node: fx.Node, count: int) -> bool:
 
 
 def _number(node: fx.Node) -> int:
-    """The number of the first draft that a node draws; -1 if it draws none."""
-    return int(node.kwargs["row"]) if node.target is step.propose_ else -1  # type: ignore[arg-type]
+    """The number of the first draft that a node draws, or for which it keeps something; -1 for other nodes."""
+    return int(node.kwargs["row"]) if node.target in (step.propose_, step.keep_hidden_) else -1  # type: ignore[arg-type]
 
 
 def _writes(module: fx.GraphModule) -> bool:

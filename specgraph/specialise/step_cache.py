@@ -14,6 +14,7 @@ from specgraph.ir.program import Program
 from specgraph.passes.base import Pass
 from specgraph.passes.insert_processors import OPTIONS
 from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
+from specgraph.specialise.complete_rows import CompleteRows
 from specgraph.specialise.end_chains import StepModule, ending_chains
 from specgraph.specialise.mode import Mode
 from specgraph.specialise.pack_rows import PackRows
@@ -67,6 +68,8 @@ class StepCache:
         yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts, mode.plain)
         if mode.traced:
             yield TraceStep(mode.unused)
+        if mode.completed:
+            yield CompleteRows()
         if mode.packed:
             yield PackRows()
         if mode.paused:

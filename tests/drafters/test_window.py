@@ -33,9 +33,7 @@ from tests.runtime.test_prefixes import REUSING, steps_of
 __all__ = ["heads_exported_once"]
 
 K = 5
-SEEING = [name for name in DRAFTERS if name not in ("ngram", "suffix", "medusa")]
-CACHING = [name for name in SEEING if name != "early_exit"]
-"""Those with a cache of their own, whose rows can be changed without the target's."""
+SEEING = [name for name in DRAFTERS if name not in ("ngram", "suffix", "medusa", "early_exit")]
 EACH: dict[str, Any] = {"temperature": [0.0, 0.8, 1.0] * 2, "seed": [1, 2, 3, 4, 5, 6], "max_new_tokens": 12}
 
 
@@ -157,7 +155,7 @@ def check_sight(program: Program, window: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "window"), [*((drafter, 4) for drafter in CACHING), ("mtp, 3 chained", 9), ("dflash", 9)]
+    ("drafter", "window"), [*((drafter, 4) for drafter in SEEING), ("mtp, 3 chained", 9), ("dflash", 9)]
 )
 def test_drafts_see_the_window_and_nothing_in_front_of_it(drafter: str, window: int) -> None:
     check_sight(drafting_stage(windowed(drafter, window, "probabilistic")), window)
@@ -194,11 +192,12 @@ def test_a_smaller_window_of_a_head_stays() -> None:
     assert "4 of the drafter's 5 attention layers see 4 tokens at most, and the others keep" in decoder.report()
 
 
-@pytest.mark.parametrize("kind", ["none", "ngram", "suffix", "medusa"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "suffix", "medusa", "early_exit"])
 def test_a_drafter_without_attention_is_refused(kind: str) -> None:
     given = draft("medusa", "llama") if kind == "medusa" else None
     with pytest.raises(ConfigError, match=rf"draft.window=4 is for the attention of a drafter, and {kind} has none"):
-        specgraph.compile_speculative(model("llama"), {"draft": {"kind": kind, "window": 4}}, draft=given)
+        keys = {**DRAFTERS.get(kind, {}), "kind": kind, "window": 4}
+        specgraph.compile_speculative(model("llama"), {"draft": keys}, draft=given)
     with pytest.raises(ConfigError, match=r"draft.window must be at least 1, got 0"):
         load_config({"draft": {"kind": kind, "window": 0}})
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from specgraph.errors import BusyError, InputError
+from specgraph.kernels.state import FIRST_HIDDEN
 from specgraph.kernels.step.tokens import NAN_FOUND
 from specgraph.runtime.execution.pause import Pause, Paused
 from specgraph.runtime.execution.results import DraftTraceView
@@ -206,9 +207,11 @@ class Engine:
         if ahead and (packed or self._asked.traced):
             drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
         paused, plain = bool(plan.hosted), plan.plain
+        completed = FIRST_HIDDEN in self._runner.state and not plan.prompts
         mode = self._asked._replace(
-            unused=self._unused, drafts=drafts, paused=paused, packed=packed, ahead=ahead, plain=plain
-        )
+            unused=self._unused, drafts=drafts, paused=paused, packed=packed, completed=completed, ahead=ahead,
+            plain=plain,
+        )  # fmt: skip
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
