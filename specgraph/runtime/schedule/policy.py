@@ -25,7 +25,9 @@ class Policy:
             empty table, is the drafter's own. A step that runs prompts makes as many as the sequences that decode in it
             would get without them, and the drafter's own number if none does.
         worth: chooses K for every step; None where ``drafts`` decide.
-        max_context: a sequence of more tokens has no drafts, which the device sees to; None: no sequence is too long.
+        max_context: the drafter has no drafts for a sequence of more tokens, which the device sees to; None: no
+            sequence is too long.
+        looks_up: whether a lookup in front of the drafter goes on drafting for sequences that are too long for it.
     """
 
     chunk: int
@@ -35,11 +37,16 @@ class Policy:
     drafts: Mapping[int, int | None] = field(default_factory=dict)
     worth: ChoosesDrafts | None = None
     max_context: int | None = None
+    looks_up: bool = False
 
     def too_long(self, sequence: ActiveSequence) -> bool:
-        """Whether a sequence has no drafts any more, as far as its steps are read."""
+        """Whether the drafter has no drafts for a sequence any more, as far as its steps are read."""
         known = sequence.request.prompt.numel() + len(sequence.new_tokens)
         return self.max_context is not None and known > self.max_context
+
+    def undrafted(self, sequence: ActiveSequence) -> bool:
+        """Whether a sequence has no drafts at all any more, as far as its steps are read."""
+        return not self.looks_up and self.too_long(sequence)
 
     def drafts_of(self, count: int) -> int | None:
         """K for a decode step of ``count`` sequences."""
