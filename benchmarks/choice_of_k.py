@@ -56,14 +56,16 @@ class ChoiceConfig(BenchConfig):
 
 
 def tokens_per_second(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: ChoiceConfig) -> float:
-    """Of the second half of ``steps`` behind the first prompts."""
+    """Of the second half of ``steps`` behind the prompts of the first batch."""
     steps, longest = options.steps, (decoder.config.max_length or 0) - options.prompt_length
+    batch, begun = len(prompts), set[int]()
     prompts, length = [*prompts] * max(1, options.queue), options.new_tokens if options.queue else longest
     seeds = [*range(len(prompts))]
     stream = decoder.stream(prompts, max_new_tokens=length, eos_token_id=[], temperature=0, seed=seeds)
     emitted, done, begin = 0, 0, 0.0
     for chunk in stream:
-        done += done > 0 or any(chunk.tokens)
+        begun.update(number for number, own in enumerate(chunk.tokens) if own)
+        done += len(begun) >= batch
         emitted += sum(map(len, chunk.tokens)) if done > steps // 2 + 1 else 0
         if done == steps // 2 + 1:
             begin = time.perf_counter()
@@ -87,8 +89,10 @@ def always(k: int) -> Callable[..., Choice]:
 
 def compiled(model: PreTrainedModel, options: BenchConfig, config: Config) -> SpeculativeDecoder:
     """A decoder with room for all batches and steps."""
-    longest = needed_length(options, config.draft.num_speculative_tokens)
-    own = dataclasses.replace(config, max_batch_size=max(options.batches), max_length=longest)
+    k, batch = config.draft.num_speculative_tokens, max(options.batches)
+    # The first sequences decode while the prompts of others run, of which a step takes 512 tokens at least.
+    longest = needed_length(options, k) + batch * options.prompt_length // 512 * (k + 1)
+    own = dataclasses.replace(config, max_batch_size=batch, max_length=longest)
     return compile_speculative(model, own, draft=head_of(model, own))
 
 

@@ -3,7 +3,7 @@
 Every row of a block sees itself and the rows before it, as far back as there are taps; in front of a block are zeros.
 For channel ``c``, which is in group ``g``, and row ``t``::
 
-    out[t, c] = sum over i of (base[i, c] + delta[t, i, g]) * x[t - i, c]
+    out[t, c] = sum over i of (base[i, c] + delta[t, i, g]) * x[t - i, c]  (+ residual[t, c])
 
 Sums are in float32, or float64 for what is in it, in the order of the taps, and rounded once. So the bits of a row are
 a function of the rows that it sees.
@@ -34,11 +34,13 @@ class BlockConv:
         x: ``[B, T, C]``.
         base: ``[w, C]``, the weights that all rows share, of ``w`` taps.
         delta: ``[B, T, w * G]``, what each row adds to them, for ``G`` groups of ``C / G`` channels that lie together.
+        residual: ``[B, T, C]`` in the dtype of ``x``, which is added at the end.
     """
 
     x: Tensor
     base: Tensor
     delta: Tensor
+    residual: Tensor | None = None
 
 
 def block_conv_reference(given: BlockConv) -> Tensor:
@@ -51,12 +53,14 @@ def block_conv_reference(given: BlockConv) -> Tensor:
     for i in range(1, min(taps, x.shape[1])):
         before = torch.nn.functional.pad(x[:, :-i], (0, 0, i, 0))
         total = total + weights[:, :, i] * before
+    if given.residual is not None:
+        total = total + given.residual.to(exact)
     return total.to(given.x.dtype)
 
 
 @triton.jit
 def _block_conv_kernel(
-    out, x, base, delta, rows, x_block, x_row, delta_block, delta_row,
+    out, x, base, delta, residual, rows, x_block, x_row, delta_block, delta_row,
     CHANNELS: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """Some channels of one row. The grid is (B * T, blocks of channels)."""
@@ -73,25 +77,29 @@ def _block_conv_kernel(
         group = i * (CHANNELS // GROUP) + channel // GROUP
         added = tl.load(delta + b * delta_block + t * delta_row + group, mask=own, other=0).to(tl.float32)
         total += (shared + added) * value
-    tl.store(out + tl.program_id(0).to(tl.int64) * CHANNELS + channel, total.to(out.dtype.element_ty), mask=own)
+    place = tl.program_id(0).to(tl.int64) * CHANNELS + channel
+    if residual is not None:
+        total += tl.load(residual + place, mask=own, other=0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=own)
 
 
 def block_conv_triton(given: BlockConv) -> Tensor:
     """:class:`BlockConv` in one launch."""
     batch, rows, channels = given.x.shape
-    out, (base,) = torch.empty_like(given.x, memory_format=torch.contiguous_format), contiguous(given, "base")
+    out = torch.empty_like(given.x, memory_format=torch.contiguous_format)
+    base, residual = contiguous(given, "base", "residual")
     x, delta, taps = dense_rows(given.x), dense_rows(given.delta), len(base)
     block = block_size(channels, 1024)
     launch(
-        _block_conv_kernel, (batch * rows, triton.cdiv(channels, block)), out, x, base, delta, rows, *x.stride()[:2],
-        *delta.stride()[:2], CHANNELS=channels, GROUP=channels * taps // delta.shape[2], TAPS=taps, BLOCK=block,
-        num_warps=4, enable_fp_fusion=False,
+        _block_conv_kernel, (batch * rows, triton.cdiv(channels, block)), out, x, base, delta, residual, rows,
+        *x.stride()[:2], *delta.stride()[:2], CHANNELS=channels, GROUP=channels * taps // delta.shape[2], TAPS=taps,
+        BLOCK=block, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
 def _block_conv_fake(given: BlockConv) -> Tensor:
-    check_shapes(given, x="B T C", base="w C", delta="B T *")
+    check_shapes(given, x="B T C", base="w C", delta="B T *", residual="B T C")
     channels, (taps, _), width = given.x.shape[2], given.base.shape, given.delta.shape[2]
     fits = taps > 0 and width > 0 and width % taps == 0 and channels * taps % width == 0
     require(fits, lambda: f"delta has {width} weights a row, which are not {taps} for groups of {channels} channels")
@@ -104,16 +112,17 @@ block_conv = declare(
 ).function
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.has_residual = inputs[3] is not None
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Those of the reference, which is computed again."""
     inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
     with torch.enable_grad():
         out = block_conv_reference(BlockConv(*inputs))
-    return torch.autograd.grad(out, inputs, grad)
+    return *torch.autograd.grad(out, inputs, grad), grad if ctx.has_residual else None
 
 
 torch.library.register_autograd("specgraph::block_conv", _gradients, setup_context=_keep_inputs)

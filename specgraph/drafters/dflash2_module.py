@@ -48,10 +48,10 @@ class SublayerConv(nn.Module):
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
         self.kernel_projection = nn.Linear(size, 2 * taps * (size // config.conv_group), bias=False)
 
-    def forward(self, x: Tensor, sublayer: Sublayer) -> Tensor:
-        """Run ``sublayer`` on the rows ``[B, T, H]`` of blocks."""
+    def forward(self, x: Tensor, sublayer: Sublayer, residual: Tensor) -> Tensor:
+        """Run ``sublayer`` on the rows ``[B, T, H]`` of blocks, and add what comes out to ``residual``."""
         front, behind = self.kernel_projection(x).chunk(2, dim=-1)
-        return block_conv(sublayer(block_conv(x, self.base_kernel[0], front)), self.base_kernel[1], behind)
+        return block_conv(sublayer(block_conv(x, self.base_kernel[0], front)), self.base_kernel[1], behind, residual)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -67,9 +67,9 @@ class DFlash2Layer(DFlashLayer):
         super().__init__(config.layers, index, config.masks[index])
         self.attention_conv, self.mlp_conv = SublayerConv(config), SublayerConv(config)
 
-    def around(self, name: str, sublayer: Sublayer, x: Tensor) -> Tensor:
+    def around(self, name: str, sublayer: Sublayer, x: Tensor, residual: Tensor) -> Tensor:
         """Run a sublayer between its two convolutions."""
-        mixed: Tensor = self.get_submodule(f"{name}_conv")(x, sublayer)
+        mixed: Tensor = self.get_submodule(f"{name}_conv")(x, sublayer, residual)
         return mixed
 
 

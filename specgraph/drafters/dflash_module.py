@@ -81,12 +81,15 @@ class DFlashLayer(nn.Module):
     def forward(self, hidden: Tensor, angles: Angles, attend: Attend = attend_in_block) -> Tensor:
         """The rows ``[B, T, H]`` of a block to the same shape. ``attend`` computes the attention."""
         attention = partial(self._attention, angles=angles, attend=attend)
-        hidden = hidden + self.around("attention", attention, self.input_layernorm(hidden))
-        return hidden + self.around("mlp", self.mlp, self.post_attention_layernorm(hidden))
+        hidden = self.around("attention", attention, self.input_layernorm(hidden), hidden)
+        return self.around("mlp", self.mlp, self.post_attention_layernorm(hidden), hidden)
 
-    def around(self, name: str, sublayer: Sublayer, x: Tensor) -> Tensor:
-        """Run a sublayer, ``attention`` or ``mlp``, on rows ``[B, T, H]`` of blocks. Heads of other kinds add to it."""
-        return sublayer(x)
+    def around(self, name: str, sublayer: Sublayer, x: Tensor, residual: Tensor) -> Tensor:
+        """The residual stream behind a sublayer, ``attention`` or ``mlp``, which runs rows ``[B, T, H]`` of blocks.
+
+        Heads of other kinds add to the sublayer.
+        """
+        return residual + sublayer(x)
 
     def _attention(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         k, v = self.keys_and_values(x, angles)

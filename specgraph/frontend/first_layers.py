@@ -1,8 +1,8 @@
-"""Copies of a model with its first layers alone, such as one that runs where the whole model does not fit."""
+"""A copy of a model with its first layers alone, which runs where the whole model does not fit."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,32 +18,27 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     ``layer_types``, say the same of them. The model itself stays as it is. None if its layers are not found, which are
     a list of as many modules as the configuration says, or if all of them are needed.
     """
-    found = find_layers(model)
+    made = own_copy(model)
+    found, config = find_layers(made), made.config.get_text_config()
     if found is None:
         return None
-    by_layer = _by_layer(model)
+    owner, name, layers = found
+    by_layer = {
+        key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == len(layers)
+    }
     kinds = [
         (tuple(map(type, layer.modules())), repr([value[index] for value in by_layer.values()]))
-        for index, layer in enumerate(found[2])
+        for index, layer in enumerate(layers)
     ]
-    made = with_first_layers(model, max(2, 1 + max(map(kinds.index, kinds))))
-    moved: Any = None if made is None else own_copy(made, shared=()).to(device)  # it has tensors of its own then
-    return moved
-
-
-def with_first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel | None:
-    """A copy of ``model`` that shares its tensors, with its first ``count`` layers. None as in :func:`first_layers`."""
-    made = own_copy(model)
-    found = find_layers(made)
-    if found is None or count >= len(found[2]):
+    count = max(2, 1 + max(map(kinds.index, kinds)))
+    if count >= len(layers):
         return None
-    owner, name, layers = found
-    config, by_layer = made.config.get_text_config(), _by_layer(made)
     setattr(owner, name, layers[:count])
     config.num_hidden_layers = count
     for key, value in by_layer.items():
         setattr(config, key, value[:count])
-    return made
+    moved: PreTrainedModel = cast(Any, own_copy(made, shared=())).to(device)  # it has tensors of its own then
+    return moved
 
 
 def find_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList] | None:
@@ -52,10 +47,3 @@ def find_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList] 
     lists = [(owner, name, each) for owner in model.modules() for name, each in owner.named_children()
              if isinstance(each, nn.ModuleList) and len(each) == count]  # fmt: skip
     return lists[0] if len(lists) == 1 else None
-
-
-def _by_layer(model: PreTrainedModel) -> dict[str, list[Any]]:
-    """The values of a model's configuration that have an entry for each layer."""
-    config = model.config.get_text_config()
-    count = config.num_hidden_layers
-    return {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}

@@ -19,7 +19,8 @@ EXAMPLES = Path(specgraph.__file__).parents[1] / "examples"
 MODELS = EXAMPLES / "models" / "tiny-math"
 HEADS = {
     "eagle": ("eagle", 2.5), "eagle3": ("eagle3", 2.5), "peagle": ("eagle3", 2.5), "medusa": ("medusa", 1.5),
-    "mtp": ("mtp", 2.5), "dflash": ("dflash", 2.5), "dspark": ("dspark", 2.5),
+    "mtp": ("mtp", 2.5), "dflash": ("dflash", 2.5), "dflash2": ("dflash2", 2.5),
+    "dspark": ("dspark", 2.5),
 }  # fmt: skip
 """By folder: the drafter that runs it, and a number of tokens per step that it exceeds by far on the model card."""
 NEW_TOKENS = 48
