@@ -118,7 +118,7 @@ def _leave_drafter_out(program: Program) -> None:
         if node.target not in TARGET_MODULES:
             node.meta[SCRATCH] = True
     for choice in calls(program.graph, step.prefer_found):
-        choice.replace_all_uses_with(choice.args[0])
+        choice.replace_all_uses_with(choice.all_input_nodes[0])
         _sweep(program, 0, (step.keep_confidence_,))
 
 

@@ -220,7 +220,7 @@ def test_greedy_sequences_are_those_of_the_model_alone_by_every_rule(rule: str) 
 def test_lowered_for_a_gpu_it_gives_the_same_tokens() -> None:
     """By a rule that reads logits of drafts, which finds do not have."""
     model = make_model("llama", num_hidden_layers=3)
-    draft = {"kind": "eagle3", "num_speculative_tokens": 3, "first": "ngram", "first_match": MATCH}
+    draft = {"kind": "eagle3", "num_speculative_tokens": 3, "first": "ngram", "first_match": MATCH, "max_context": 20}
     found = []
     for name in ("eager", "gpu"):
         config = {**CONFIG, "draft": draft, "verify": {"rule": "block"}, "lowering": {"name": name}}
