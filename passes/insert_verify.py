@@ -27,7 +27,7 @@ VERIFY = torch.ops.specgraph.verify.default
 @dataclass(frozen=True)
 class InsertVerify(Pass, requires={"kv_cache", "draft"}, ensures={"verify"}, invalidates={"draft"}):
     """Options: ``rule`` and the options of the rules, as :class:`~specgraph.kernels.verify.Verify` describes them;
-    ``max_context``, the tokens that a sequence has at most where it drafts, None for any number."""
+    ``max_context``, the tokens that a sequence has at most where its drafter drafts, None for any number."""
 
     rule: str = "strict"
     posterior_threshold: float = 0.09
@@ -134,5 +134,13 @@ class InsertVerify(Pass, requires={"kv_cache", "draft"}, ensures={"verify"}, inv
         given = program.placeholder("next_window", window), start, *rows, emitted, num_emitted, drafts, limit, ends
         insert(program.graph.output_node(), step.advance_, given, name="advance")
         if self.max_context is not None:
-            for node in (*calls(program.graph, step.advance_), *calls(program.graph, step.drafts_wanted)):
-                node.update_kwarg("max_context", self.max_context)
+            self._limit_context(program, start, num_emitted)
+
+    def _limit_context(self, program: Program, start: fx.Node, num_emitted: fx.Node) -> None:
+        """Let long sequences have no drafts, or those alone that a lookup in front of the drafter finds."""
+        choices = [*calls(program.graph, step.prefer_found)]
+        for choice in choices:
+            last = insert(choice, step.last_position, (start, num_emitted), name="last")
+            choice.update_kwarg("last", last)
+        for node in (*calls(program.graph, step.drafts_wanted), *(choices or calls(program.graph, step.advance_))):
+            node.update_kwarg("max_context", self.max_context)

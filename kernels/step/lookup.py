@@ -26,12 +26,16 @@ def record_accepted_(
     record_tokens_(history, rows, tokens, row_positions(start, tokens), count)
 
 
-def prefer_found(found: Tensor, *others: Tensor) -> Tensor:
+def prefer_found(found: Tensor, *others: Tensor, last: Tensor | None = None, max_context: int = 0) -> Tensor:
     """The drafts ``found`` ``[b, K]`` of the sequences that have any, and the ``others`` ``[b, k]`` of the rest.
 
-    ``others`` are one or several tensors with ``K`` columns in all.
+    ``others`` are one or several tensors with ``K`` columns in all. If ``last`` ``[b]`` gives the positions of the last
+    tokens, a sequence of more than ``max_context`` tokens has no drafts but those that were found.
     """
-    return torch.where(found[:, :1] >= 0, found, torch.cat(others, dim=1))
+    chosen = found[:, :1] >= 0
+    if last is not None:
+        chosen = chosen | (last >= max_context).unsqueeze(1)
+    return torch.where(chosen, found, torch.cat(others, dim=1))
 
 
 def behind_earlier(earlier: Tensor, history: Tensor, rows: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,9 @@ def compile_speculative(
         made = make_draft(config, Target(model, target, limits.max_length, config.verify.rule), draft)
         check_adaptive(config, made.drafter)
         if config.draft.max_context is not None:
-            notes.append(f"draft.max_context: a sequence of more than {config.draft.max_context} tokens has no drafts")
+            but = "" if config.draft.first is None else f" but those of {config.draft.first}"
+            limit = config.draft.max_context
+            notes.append(f"draft.max_context: a sequence of more than {limit} tokens has no drafts{but}")
         notes += [*made.notes, f"lowering: {lowering}, because {reason}"]
         progress.advance(1, "comparing cached decoding with the model")
         if config.debug.self_check:

@@ -57,7 +57,8 @@ class DraftConfig:
     """How many tokens the attention of the drafter sees at most, also in a draft that was trained without a window; one
     that has a smaller window keeps it. null: as the draft says."""
     max_context: int | None = None
-    """A sequence of more tokens than this, its prompt among them, decodes without drafts. null: none is too long."""
+    """For a sequence of more tokens than this, its prompt among them, the drafter makes no drafts, and those of `first`
+    are left. null: none is too long."""
 
     trains: ClassVar[tuple[str, ...]] = ()
     """The values of ``train draft=`` that train a head of this drafter."""

@@ -17,7 +17,7 @@ class Mode(NamedTuple):
         completed: whether the target goes on from rows that drafting has run, since all of its sequences decode.
         traced: whether it says how probable drafts are.
         ahead: whether it makes as many drafts as it can, however many it verifies.
-        plain: whether it leaves the drafter out, because none of its sequences has drafts any more.
+        plain: whether it leaves the drafter out, because all of its sequences are too long for it.
     """
 
     logprobs: str = "none"

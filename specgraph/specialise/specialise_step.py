@@ -9,15 +9,16 @@ follow from its width. The next window takes the first K drafts. What only made 
 rows nobody reads later (``scratch``), modules that write nothing, and draws. What brings the drafter's cache to the
 accepted prefix stays, so the drafts after a time with a smaller K are those that a larger one would have made. Of a
 module whose results nobody reads any more, only what it writes is computed: without drafts, those are keys and values.
-Where no sequence of the step has drafts any more (``draft.max_context``), the drafter's modules go, and its cache stays
-behind.
+Where all sequences of the step are too long for the drafter (``draft.max_context``), its modules go, and its cache
+stays behind. A lookup in front of it then drafts alone.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -42,7 +43,7 @@ ABOUT_DRAFTS = (step.keep_confidence_, step.keep_point_mass_)
 @dataclass(frozen=True)
 class SpecialiseStep(Pass, requires={"verify", "grid"}, invalidates={"processors"}):
     """Options: ``logprobs``, ``none``, ``raw`` or ``processed``; ``unused``, names of inputs to do without; ``drafts``,
-    how many of the drafter's K are made and verified, None for all; ``plain``, whether the drafter is left out."""
+    how many of the K drafts are made and verified, None for all; ``plain``, whether the drafter is left out."""
 
     logprobs: str = "none"
     unused: tuple[str, ...] = ()
@@ -106,16 +107,19 @@ def _make_fewer(program: Program, count: int) -> str:
     (advance,) = calls(program.graph, step.advance_)
     set_argument(advance, "drafts", _first(program, advance, arguments(advance)["drafts"], count))
     _forget(program, count)
-    gone = _sweep(program, count)
+    gone = _sweep(program, count, () if count else ABOUT_DRAFTS)
     trimmed = "".join(f"; of {name} what it writes" for name in _drop_results(program))
     return f"{count} of {most} drafts; {gone.count('draft')} draft calls left out{trimmed}"
 
 
 def _leave_drafter_out(program: Program) -> None:
-    """Mark all that the drafter keeps as read by nobody."""
+    """Mark all that the drafter keeps as read by nobody, and let a lookup in front of it draft alone."""
     for node in program.graph.find_nodes(op="call_module"):
         if node.target not in TARGET_MODULES:
             node.meta[SCRATCH] = True
+    for choice in calls(program.graph, step.prefer_found):
+        choice.replace_all_uses_with(choice.all_input_nodes[0])
+        _sweep(program, 0, (step.keep_confidence_,))
 
 
 def _first(program: Program, before: fx.Node, drafts: Sequence[fx.Node], count: int) -> list[fx.Node]:
@@ -143,11 +147,14 @@ def _forget(program: Program, count: int) -> None:
         node.update_arg(0, [joined[0] if token in gone else token for token in joined])
 
 
-def _sweep(program: Program, count: int) -> list[str]:
-    """Erase what the first ``count`` drafts and the state do without. Returns the roles of what was erased."""
+def _sweep(program: Program, count: int, useless: Collection[Callable[..., Any]]) -> list[str]:
+    """Erase what the first ``count`` drafts and the state do without, and calls of ``useless`` functions.
+
+    Returns the roles of what was erased.
+    """
     erased = []
     for node in reversed(program.graph.nodes):
-        if not node.users and _removable(program, node, count):
+        if not node.users and (node.target in useless or _removable(program, node, count)):
             erased.append(str(node.meta.get("role")))
             program.graph.erase_node(node)
     return erased
@@ -170,8 +177,7 @@ def _removable(program: Program, node: fx.Node, count: int) -> bool:
         return False
     if node.op == "call_module":
         return node.meta.get(SCRATCH, False) or not _writes(program.modules.unchanged[str(node.target)])
-    late = _number(node) >= count or (node.target in ABOUT_DRAFTS and not count)
-    return late or not node.is_impure()
+    return _number(node) >= count or not node.is_impure()
 
 
 def _number(node: fx.Node) -> int:

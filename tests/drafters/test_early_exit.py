@@ -197,6 +197,7 @@ def in_circles(ids: Tensor, scores: Tensor) -> Tensor:
     return scores + 60.0 * (torch.arange(scores.shape[-1]) == (ids[:, -1:] + 1) % 4)
 
 
+FIRST: dict[str, Any] = {"first": "ngram", "first_match": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {}, "a penalty": {"repetition_penalty": 1.3}, "the host": {"logits_processor": [in_circles]},
     "a trace": {"trace": True},
@@ -209,7 +210,7 @@ def of_plain_decoding(options: str) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("draft", [{}, {"first": "ngram", "first_match": 1}, {"max_context": 14}], ids=str)
+@pytest.mark.parametrize("draft", [{}, FIRST, {"max_context": 14}, {**FIRST, "max_context": 14}], ids=str)
 def test_every_kind_of_step_gives_the_bits_of_plain_decoding(draft: dict[str, Any], options: str) -> None:
     assert told(early(draft=draft), **OPTIONS[options]) == of_plain_decoding(options)
 

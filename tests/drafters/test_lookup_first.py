@@ -220,7 +220,7 @@ def test_greedy_sequences_are_those_of_the_model_alone_by_every_rule(rule: str) 
 def test_lowered_for_a_gpu_it_gives_the_same_tokens() -> None:
     """By a rule that reads logits of drafts, which finds do not have."""
     model = make_model("llama", num_hidden_layers=3)
-    draft = {"kind": "eagle3", "num_speculative_tokens": 3, "first": "ngram", "first_match": MATCH}
+    draft = {"kind": "eagle3", "num_speculative_tokens": 3, "first": "ngram", "first_match": MATCH, "max_context": 20}
     found = []
     for name in ("eager", "gpu"):
         config = {**CONFIG, "draft": draft, "verify": {"rule": "block"}, "lowering": {"name": name}}
@@ -232,10 +232,10 @@ def test_lowered_for_a_gpu_it_gives_the_same_tokens() -> None:
 BATCH, DRAWS = 4096, 6
 
 
-def small(rule: str, bug: str | None = None, first: str | None = "ngram") -> SpeculativeDecoder:
+def small(rule: str, bug: str | None = None, first: str | None = "ngram", **options: Any) -> SpeculativeDecoder:
     """A target of five tokens and a draft that likes what the target does not, so that rules have work to do."""
     order = [*ORDER, *["plant_bug"] * (bug is not None), "insert_verify"]
-    draft = {"kind": "draft_model", "num_speculative_tokens": 2, "first": first, "first_match": 1}
+    draft = {"kind": "draft_model", "num_speculative_tokens": 2, "first": first, "first_match": 1, **options}
     planted = {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if bug else {}
     extra = {"verify": {"rule": rule}, "pipeline": {"order": order}, "passes": planted, "max_batch_size": BATCH}
     return specgraph.compile_speculative(model(0), {**CONFIG, "draft": draft, **extra}, draft=opposite())

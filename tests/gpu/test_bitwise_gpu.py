@@ -113,6 +113,8 @@ def test_a_lookup_first_changes_no_bit(
         ("mtp", "auto", {"window": 48}, 33, 33), ("early_exit", 3, {"exit_layer": 6}, 50, 50),
         ("early_exit", 5, {"exit_layer": 4}, 5, 1), ("early_exit", "auto", {"exit_layer": 7}, 33, 33),
         ("suffix", 6, {"max_cached_tokens": 4096}, 33, 33), ("ngram", 5, {"max_cached_tokens": 1000}, 16, 4),
+        ("eagle3", 3, {"max_context": 150, "first": "ngram", "first_match": 2}, 33, 33),
+        ("dspark", "auto", {"max_context": 150, "first": "suffix", "first_match": 2}, 16, 16),
     ],
 )  # fmt: skip
 def test_options_of_drafting_change_no_bit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from typing import Any
@@ -14,16 +15,23 @@ import specgraph
 from specgraph import Session, SpeculativeDecoder
 from specgraph.config import CacheConfig, load_config
 from specgraph.errors import ConfigError
-from specgraph.ir.program import TARGET_MODULES
 from specgraph.ir.verifier import verify_program
 from specgraph.runtime.execution.runner import Runner
+from specgraph.runtime.requests.request import Request
+from specgraph.runtime.requests.sampling import Sampling
+from specgraph.runtime.schedule import policy
+from specgraph.runtime.schedule.num_drafts import Choice
 from specgraph.runtime.schedule.policy import Policy
+from specgraph.runtime.schedule.prompt_shapes import Overhead
 from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance, SharedAcceptance
+from specgraph.runtime.schedule.scheduler import Plan, Scheduler
 from specgraph.runtime.schedule.sequences import ActiveSequence
 from specgraph.runtime.schedule.step_costs import StepCosts
+from specgraph.specialise import specialise_step
 from specgraph.specialise.mode import Mode
 from tests.capturing import captured
 from tests.decoding import CONFIG, compiled
+from tests.drafters.test_lookup_first import LOOKUPS, p_value_of, small
 from tests.drafters.test_matrix import DRAFTERS, MATCH, PROMPTS, VOCAB, draft, heads_exported_once, model
 from tests.models import ragged_prompts
 from tests.runtime.test_k_by_load import EACH, KINDS, SIBLINGS, in_a_session
@@ -63,7 +71,9 @@ def test_no_token_and_no_log_probability_changes_where_a_sequence_crosses_the_li
     tokens, widths = in_a_session(captured(tested))
     assert tokens == tokens_without_drafts() and {0, K} <= widths | {K}
     assert {True, False} == {mode.plain for mode in tested._step_cache.steps}
-    assert f"a sequence of more than {LIMIT} tokens has no drafts" in tested.report()
+    assert any(mode.drafts != 0 for mode in tested._step_cache.steps if mode.plain) == (first is not None)
+    but = "" if first is None else f" but those of {first}"
+    assert f"a sequence of more than {LIMIT} tokens has no drafts{but}\n" in tested.report()
 
 
 def verified_by_length(tested: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
@@ -103,7 +113,104 @@ def test_a_step_of_long_sequences_alone_calls_no_drafter(drafter: str) -> None:
         program = steps._make([*steps._passes(mode)])
         verify_program(program)
         called.append({str(node.target) for node in program.graph.find_nodes(op="call_module")})
-    assert called[1] == {*TARGET_MODULES} < called[0]
+    assert called[1] == {"target", "lm_head"} < called[0]
+
+
+@pytest.mark.parametrize("rule", ["strict", "block"])
+@pytest.mark.parametrize(
+    ("drafter", "first"), [("draft_model", "ngram"), ("mtp, 3 chained", "suffix"), ("dspark", "ngram")]
+)
+def test_a_lookup_goes_on_alone(drafter: str, first: str, rule: str) -> None:
+    """With all of its drafts or fewer, and with what says of them that they were drawn from nothing."""
+    steps = limited(drafter, first, rule)._step_cache
+    for drafts in (None, 2, 0):
+        program = steps._make([*steps._passes(Mode(drafts=drafts, plain=True))])
+        verify_program(program)
+        assert {node.target for node in program.graph.find_nodes(op="call_module")} <= {
+            "target",
+            "lm_head",
+            "target_to_draft",
+        }
+        names = {getattr(node.target, "__name__", "") for node in program.graph.nodes}
+        assert not {"prefer_found", "propose_", "keep_confidence_"} & names and "record_accepted_" in names
+        looked_up = {f"{first}_lookup", *(["keep_point_mass_"] if rule == "block" else [])}
+        assert looked_up & names == (looked_up if drafts != 0 else set())
+
+
+@pytest.mark.parametrize(("drafter", "first", "adaptive"), [("eagle3", "ngram", None), ("draft_model", "suffix", True)])
+def test_behind_the_limit_drafts_are_those_of_the_lookup(drafter: str, first: str, adaptive: bool | None) -> None:
+    """In steps in which others are in front of it, and in steps without the drafter; also where chains end early."""
+
+    def check(tested: SpeculativeDecoder) -> None:
+        out, untraced = (tested.generate(PROMPTS, max_new_tokens=30, eos_token_id=[], trace=on) for on in (True, False))
+        assert out.stats.emitted_per_step == untraced.stats.emitted_per_step
+        own, found_behind = set(), 0
+        for step in out.trace or ():
+            text = [*PROMPTS[step.sequence].tolist(), *out.new_tokens[step.sequence].tolist()]
+            found = [token for token in LOOKUPS[first](text[: step.position], K) if token >= 0]
+            drafts = [draft.token for draft in step.drafts]
+            if not step.prompt and drafts != found[: len(text) - step.position - 1]:
+                own.add(step.position)
+            elif step.position > LIMIT:
+                found_behind += bool(drafts)
+        assert max(own) == LIMIT and found_behind > 10
+
+    check(limited(drafter, first, adaptive=adaptive))
+    for wrong in (LIMIT - 1, LIMIT + 1):
+        with pytest.raises(AssertionError):
+            check(limited(drafter, first, adaptive=adaptive, max_context=wrong))
+
+
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+def test_behind_the_limit_tokens_have_the_distribution_of_the_target(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sequences cross it with their first token. The state then says that drafts were drawn until steps without the
+    drafter say that theirs were not."""
+    assert p_value_of(small(rule, max_context=3, first_match=2)) > 1e-3
+    sweep = specialise_step._sweep
+    monkeypatch.setattr(
+        specialise_step, "_sweep", lambda program, count, _: sweep(program, count, specialise_step.ABOUT_DRAFTS)
+    )
+    assert p_value_of(small(rule, max_context=3, first_match=2), 2) < 1e-9
+
+
+def sequences(count: int, long: int) -> list[ActiveSequence]:
+    """Of which the first ones are too long."""
+    known = [LIMIT + 1] * long + [LIMIT] * (count - long)
+    return [ActiveSequence(n, Request(torch.zeros(size), 99, Sampling(0.0, seed=n))) for n, size in enumerate(known)]
+
+
+@pytest.mark.parametrize(
+    ("count", "long", "packed"),
+    [(64, 32, True), (64, 15, False), (64, 16, True), (64, 0, False), (32, 16, True), (25, 20, False), (1, 0, False)],
+)
+def test_long_sequences_have_one_row_where_a_step_has_fewer_tiles_then(count: int, long: int, packed: bool) -> None:
+    """Of 128 rows, five for each sequence otherwise."""
+    given, ragged = sequences(count, long), Policy(8, True, Overhead(1, 1), max_context=LIMIT, ragged=True)
+    each = [0] * long + [4] * (count - long)
+    assert ragged.choice(given, 4) == (Choice(None, each) if packed else Choice())
+    assert ragged.choice(given, 4).num_rows(count, 4) == ([own + 1 for own in each] if packed else [5] * count)
+    for other in ({"ragged": False}, {"looks_up": True}):
+        assert dataclasses.replace(ragged, **other).choice(given, 4) == Choice()
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "mtp, 3 chained", "dflash"])
+def test_steps_without_the_rows_of_long_sequences_change_no_token(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "FEW_ROWS", 1)
+    tested, plan, seen = captured(limited(drafter)), Scheduler.plan, Counter[tuple[int, ...]]()
+
+    def observed(self: Scheduler, *given: Any) -> Plan:
+        planned = plan(self, *given)
+        seen[tuple(planned.choice.each or ())] += 1
+        return planned
+
+    monkeypatch.setattr(Scheduler, "plan", observed)
+    for seed in range(2):
+        assert in_a_session(tested, seed)[0] == tokens_without_drafts()
+    assert {own for each in seen for own in each} == {0, K} and sum(seen.values()) - seen[()] > 4
 
 
 # What long sequences leave to others
@@ -115,10 +222,12 @@ def emitted(session: Session, prompt: Tensor, count: int) -> Tensor:
     return torch.tensor([*prompt.tolist(), *(token for event in session for token in event.tokens)])
 
 
-@pytest.mark.parametrize("drafter", ["draft_model", "mtp, 3 chained", "dflash"])
-def test_shorter_sequences_share_what_longer_ones_have_cached(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("drafter", "first"), [("draft_model", None), ("mtp, 3 chained", "suffix"), ("dflash", None)])
+def test_shorter_sequences_share_what_longer_ones_have_cached(
+    drafter: str, first: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that have crossed the limit, and those that began behind it."""
-    decoder, long = limited(drafter, rule="probabilistic"), ragged_prompts((30,), vocab=VOCAB)[0]
+    decoder, long = limited(drafter, first, "probabilistic"), ragged_prompts((30,), vocab=VOCAB)[0]
     with decoder.session() as session:
         crossed = emitted(session, long[:10], 24)
         expected = [drafts_of(session, whole[:LIMIT]) for whole in (crossed, long)]

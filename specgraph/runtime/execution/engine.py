@@ -203,7 +203,7 @@ class Engine:
         """Run the variant of the step for what is planned, and for the options in use."""
         worth = self._policy.worth
         packed, drafts = plan.packed, plan.choice.drafts
-        ahead = worth is not None and worth.ahead and not plan.plain
+        ahead = worth is not None and worth.ahead and (self._policy.looks_up or not plan.plain)
         if ahead and (packed or self._asked.traced):
             drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
         paused, plain = bool(plan.hosted), plan.plain
@@ -223,20 +223,20 @@ class Engine:
         self._choose_mode(plan)
         step = self._enqueue_packed(plan) if plan.packed else self._enqueue_decoding(plan)
         self._scheduler.ran(plan, step.results.width)
-        if (worth := self._policy.worth) is None or plan.plain:
+        if (worth := self._policy.worth) is None:
             return step
-        worth.stop([sequence.state_row for sequence in plan.decoding if self._policy.too_long(sequence)])
-        rows = [sequence.state_row for sequence in plan.sequences]
-        noted = worth.enqueued(self._kind(), rows, len(plan.prompts), step.results.width - 1, plan.choice.each)
+        worth.stop([sequence.state_row for sequence in plan.decoding if self._policy.undrafted(sequence)])
+        rows, kind = [sequence.state_row for sequence in plan.sequences], self._kind(plan.sequences)
+        noted = worth.enqueued(kind, rows, len(plan.prompts), step.results.width - 1, plan.choice.each)
         return dataclasses.replace(step, noted=noted)
 
     def _enqueue_decoding(self, plan: Plan) -> InFlightStep:
         worth, decoding = self._policy.worth, plan.sequences
         pause, begin = self._pause(plan), time.perf_counter()
         results = self._runner.decode([s.state_row for s in decoding], pause)
-        if worth is not None and not (plan.plain or self._asked.traced):
+        if worth is not None and not self._asked.traced:
             seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
-            worth.learn(self._kind(), len(decoding) * results.width, seconds)
+            worth.learn(self._kind(decoding), len(decoding) * results.width, seconds)
         verified = results.width - 1 if plan.choice.drafts is None else plan.choice.drafts
         return InFlightStep(results, plan, pause=pause, drafts=verified)
 
@@ -246,7 +246,7 @@ class Engine:
         While a graph is captured, the step under way ends and waits to be read, so its time says nothing.
         """
         before, self._num_captured = self._num_captured, self._runner.num_captured
-        if (worth := self._policy.worth) is not None and not under_way.plan.plain:
+        if (worth := self._policy.worth) is not None:
             alone = under_way.pause is None and not under_way.plan.prompts and before == self._num_captured
             worth.read(under_way.noted, num_emitted, seconds if alone else None)
 
@@ -255,16 +255,16 @@ class Engine:
         worth, rows = self._policy.worth, [s.state_row for s in decoding]
         assert worth is not None, "without it, K depends on the number of sequences alone"
         if not worth.ahead:
-            return worth.choose(self._kind(), decoding, ())
-        choice = worth.choose(self._kind(), decoding, self._runner.real_drafts(rows))
+            return worth.choose(self._kind(decoding), decoding, ())
+        choice = worth.choose(self._kind(decoding), decoding, self._runner.real_drafts(rows))
         assert choice.drafts is not None, "what looks at drafts says how many are verified"
         self._runner.keep_drafts(rows, choice.drafts)
         return choice
 
-    def _kind(self) -> tuple[object, ...]:
+    def _kind(self, sequences: Sequence[ActiveSequence]) -> tuple[object, ...]:
         """What distinguishes steps whose rows cost more from others."""
         traced = self._asked.traced and not (self._policy.worth and self._policy.worth.ahead)
-        return self._asked.logprobs, self._unused, traced
+        return self._asked.logprobs, self._unused, traced, all(map(self._policy.too_long, sequences))
 
     def _pause(self, plan: Plan, forced: Sequence[int] = ()) -> Pause | None:
         """What the host has to do in a step, whose first sequences are ``forced`` if it runs their prompts."""

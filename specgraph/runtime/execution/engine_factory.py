@@ -63,8 +63,9 @@ class EngineFactory:
         # On a CPU, prompts run through modules as they are, and decode steps through compiled ones.
         joint = not (self.program.compiled and self.program.target.device.type == "cpu")
         chunk = self.config.cache.prefill_chunk
-        chosen = self._drafts_by_load(), self._worth(sizes.rows), self.config.draft.max_context
-        policy = Policy(chunk, fair, self.overhead, joint, *chosen)
+        draft = self.config.draft
+        limits = draft.max_context, draft.first is not None, self.program.captured and draft.max_context is not None
+        policy = Policy(chunk, fair, self.overhead, joint, self._drafts_by_load(), self._worth(sizes.rows), *limits)
         with self.plain_mode():
             runner = self.runners.take(sizes)
         engine = Engine(runner, self.make_step, policy, mode, always_draws=always_draws)

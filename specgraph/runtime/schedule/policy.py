@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specgraph.runtime.schedule.num_drafts import ChoosesDrafts
-from specgraph.runtime.schedule.prompt_shapes import Overhead
+from specgraph.runtime.schedule.num_drafts import Choice, ChoosesDrafts
+from specgraph.runtime.schedule.prompt_shapes import FEW_ROWS, Overhead, padded_rows
 from specgraph.runtime.schedule.sequences import ActiveSequence
 
 
@@ -25,7 +25,10 @@ class Policy:
             empty table, is the drafter's own. A step that runs prompts makes as many as the sequences that decode in it
             would get without them, and the drafter's own number if none does.
         worth: chooses K for every step; None where ``drafts`` decide.
-        max_context: a sequence of more tokens has no drafts, which the device sees to; None: no sequence is too long.
+        max_context: the drafter has no drafts for a sequence of more tokens, which the device sees to; None: no
+            sequence is too long.
+        looks_up: whether a lookup in front of the drafter goes on drafting for sequences that are too long for it.
+        ragged: whether a step may run packed rows, so that sequences without drafts have one row.
     """
 
     chunk: int
@@ -35,11 +38,29 @@ class Policy:
     drafts: Mapping[int, int | None] = field(default_factory=dict)
     worth: ChoosesDrafts | None = None
     max_context: int | None = None
+    looks_up: bool = False
+    ragged: bool = False
 
     def too_long(self, sequence: ActiveSequence) -> bool:
-        """Whether a sequence has no drafts any more, as far as its steps are read."""
+        """Whether the drafter has no drafts for a sequence any more, as far as its steps are read."""
         known = sequence.request.prompt.numel() + len(sequence.new_tokens)
         return self.max_context is not None and known > self.max_context
+
+    def undrafted(self, sequence: ActiveSequence) -> bool:
+        """Whether a sequence has no drafts at all any more, as far as its steps are read."""
+        return not self.looks_up and self.too_long(sequence)
+
+    def choice(self, decoding: Sequence[ActiveSequence], most: int) -> Choice:
+        """What a decode step verifies where the number of sequences decides, with ``most`` as the drafter's K.
+
+        Sequences without drafts have one row each if the step has fewer tiles of rows then.
+        """
+        drafts = self.drafts_of(len(decoding))
+        if not self.ragged:
+            return Choice(drafts)
+        each = [0 if self.undrafted(own) else most if drafts is None else drafts for own in decoding]
+        packed, whole = padded_rows(len(each) + sum(each)), len(each) * (max(each) + 1)
+        return Choice(drafts, each) if max(packed, FEW_ROWS) < whole else Choice(drafts)
 
     def drafts_of(self, count: int) -> int | None:
         """K for a decode step of ``count`` sequences."""

@@ -40,7 +40,7 @@ class Plan:
         prompts: how many prompt tokens the step runs of each sequence, in the order in which they came.
         decoding: the sequences that decode in the step, by their state rows.
         choice: how many drafts are made and verified of those that decode.
-        plain: whether all of them are too long for drafts, and no prompt runs, so that the drafter is left out.
+        plain: whether all of them are too long for the drafter, and no prompt runs, so that it is left out.
         going_on: those whose prompt is not at its end with this step.
     """
 
@@ -83,7 +83,7 @@ class Scheduler:
         """
         self._policy, self._pages = policy, pages
         self._num_state_rows, self._width, self._present_width = num_state_rows, width, width
-        self._choose_drafts = choose_drafts or (lambda decoding: Choice(policy.drafts_of(len(decoding))))
+        self._choose_drafts = choose_drafts or (lambda decoding: policy.choice(decoding, width - 1))
         self._num_ended = self._num_decode_steps = 0
         self._ran_prompts = False
 
@@ -104,7 +104,8 @@ class Scheduler:
                 pending = {}
             else:
                 decoding = []
-        choice = Choice(0) if too_long else self._choose_drafts(decoding) if decoding else NO_CHOICE
+        undrafted = too_long and not self._policy.looks_up
+        choice = Choice(0) if undrafted else self._choose_drafts(decoding) if decoding else NO_CHOICE
         prompts = self._prompts(pending, choice.num_rows(len(decoding), self._width - 1), decodes=decodes)
         going_on = frozenset(s for s, count in prompts.items() if count < pending[s].left)
         return Plan(entering, prompts, decoding, choice, too_long and not pending, going_on)
@@ -120,8 +121,8 @@ class Scheduler:
         self._num_ended += 1
 
     def _all_too_long(self, sequences: Sequence[ActiveSequence]) -> bool:
-        """Whether a step of these sequences needs no drafts. One drafts as long as any sequence has some; the device
-        lets the others verify none."""
+        """Whether a step of these sequences needs no drafter. It runs as long as any sequence has drafts of its; the
+        device lets the others have none of these."""
         return self._policy.max_context is not None and all(map(self._policy.too_long, sequences))
 
     def _admitted(self, waiting: Sequence[ActiveSequence], free: Sequence[int], decodes: bool) -> list[Entry]:

@@ -115,6 +115,7 @@ def _lookup() -> dict[str, Case]:
         "suffix_lookup": (step.suffix_lookup, read, suffix),
         "record_accepted_": (step.record_accepted_, accepted, {}),
         "prefer_found": (step.prefer_found, (found, *drawn), {}),
+        "prefer_found, too long": (step.prefer_found, (found, *drawn), {"last": _ids(9, 3, 2), "max_context": 3}),
         "any_found": (step.any_found, (found,), {}),
     }
 

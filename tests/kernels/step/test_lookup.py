@@ -34,6 +34,13 @@ def test_a_sequence_takes_all_of_its_drafts_from_one_side() -> None:
     assert step.any_found(found).tolist() == [True, False, True]
 
 
+def test_a_sequence_that_is_too_long_takes_no_others() -> None:
+    """Three tokens are allowed, so that the last one is at position 2."""
+    found, others = ids([4, NONE], [NONE, NONE], [NONE, NONE], [NONE, NONE]), ids([7, 7], [8, 8], [9, 9], [6, 6])
+    chosen = step.prefer_found(found, others, last=ids(9, 2, 3, 4), max_context=3)
+    assert chosen.tolist() == [[4, NONE], [8, 8], [NONE, NONE], [NONE, NONE]]
+
+
 def test_suffixes_are_looked_up_in_the_row_of_each_sequence() -> None:
     history = ids([7, 7, 7, 7], [1, 2, 1, 50])
     drafts = step.suffix_lookup(

@@ -306,6 +306,7 @@ def test_functions_that_write_say_what_nothing_may_read_afterwards():
         "scatter_state_": ("buffers",),
         "keep_confidence_": ("confidence",),
         "keep_point_mass_": ("point_mass",),
+        "keep_hidden_": ("kept",),
         "keep_rows_": ("kept_tokens", "kept_hidden", "num_kept"),
         "propose_": ("draft_logits",),
         "advance_": ("next_window", "start", "num_rows", "num_forced"),
