@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from typing import Any
@@ -17,14 +16,8 @@ from specgraph.config import CacheConfig, load_config
 from specgraph.errors import ConfigError
 from specgraph.ir.verifier import verify_program
 from specgraph.runtime.execution.runner import Runner
-from specgraph.runtime.requests.request import Request
-from specgraph.runtime.requests.sampling import Sampling
-from specgraph.runtime.schedule import policy
-from specgraph.runtime.schedule.num_drafts import Choice
 from specgraph.runtime.schedule.policy import Policy
-from specgraph.runtime.schedule.prompt_shapes import Overhead
 from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance, SharedAcceptance
-from specgraph.runtime.schedule.scheduler import Plan, Scheduler
 from specgraph.runtime.schedule.sequences import ActiveSequence
 from specgraph.runtime.schedule.step_costs import StepCosts
 from specgraph.specialise import specialise_step
@@ -173,44 +166,6 @@ def test_behind_the_limit_tokens_have_the_distribution_of_the_target(
         specialise_step, "_sweep", lambda program, count, _: sweep(program, count, specialise_step.ABOUT_DRAFTS)
     )
     assert p_value_of(small(rule, max_context=3, first_match=2), 2) < 1e-9
-
-
-def sequences(count: int, long: int) -> list[ActiveSequence]:
-    """Of which the first ones are too long."""
-    known = [LIMIT + 1] * long + [LIMIT] * (count - long)
-    return [ActiveSequence(n, Request(torch.zeros(size), 99, Sampling(0.0, seed=n))) for n, size in enumerate(known)]
-
-
-@pytest.mark.parametrize(
-    ("count", "long", "packed"),
-    [(64, 32, True), (64, 15, False), (64, 16, True), (64, 0, False), (32, 16, True), (25, 20, False), (1, 0, False)],
-)
-def test_long_sequences_have_one_row_where_a_step_has_fewer_tiles_then(count: int, long: int, packed: bool) -> None:
-    """Of 128 rows, five for each sequence otherwise."""
-    given, ragged = sequences(count, long), Policy(8, True, Overhead(1, 1), max_context=LIMIT, ragged=True)
-    each = [0] * long + [4] * (count - long)
-    assert ragged.choice(given, 4) == (Choice(None, each) if packed else Choice())
-    assert ragged.choice(given, 4).num_rows(count, 4) == ([own + 1 for own in each] if packed else [5] * count)
-    for other in ({"ragged": False}, {"looks_up": True}):
-        assert dataclasses.replace(ragged, **other).choice(given, 4) == Choice()
-
-
-@pytest.mark.parametrize("drafter", ["eagle3", "mtp, 3 chained", "dflash"])
-def test_steps_without_the_rows_of_long_sequences_change_no_token(
-    drafter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(policy, "FEW_ROWS", 1)
-    tested, plan, seen = captured(limited(drafter)), Scheduler.plan, Counter[tuple[int, ...]]()
-
-    def observed(self: Scheduler, *given: Any) -> Plan:
-        planned = plan(self, *given)
-        seen[tuple(planned.choice.each or ())] += 1
-        return planned
-
-    monkeypatch.setattr(Scheduler, "plan", observed)
-    for seed in range(2):
-        assert in_a_session(tested, seed)[0] == tokens_without_drafts()
-    assert {own for each in seen for own in each} == {0, K} and sum(seen.values()) - seen[()] > 4
 
 
 # What long sequences leave to others

@@ -64,7 +64,7 @@ class EngineFactory:
         joint = not (self.program.compiled and self.program.target.device.type == "cpu")
         chunk = self.config.cache.prefill_chunk
         draft = self.config.draft
-        limits = draft.max_context, draft.first is not None, self.program.captured and draft.max_context is not None
+        limits = draft.max_context, draft.first is not None
         policy = Policy(chunk, fair, self.overhead, joint, self._drafts_by_load(), self._worth(sizes.rows), *limits)
         with self.plain_mode():
             runner = self.runners.take(sizes)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from specgraph.runtime.schedule.num_drafts import Choice, ChoosesDrafts
-from specgraph.runtime.schedule.prompt_shapes import FEW_ROWS, Overhead, padded_rows
+from specgraph.runtime.schedule.num_drafts import ChoosesDrafts
+from specgraph.runtime.schedule.prompt_shapes import Overhead
 from specgraph.runtime.schedule.sequences import ActiveSequence
 
 
@@ -28,7 +28,6 @@ class Policy:
         max_context: the drafter has no drafts for a sequence of more tokens, which the device sees to; None: no
             sequence is too long.
         looks_up: whether a lookup in front of the drafter goes on drafting for sequences that are too long for it.
-        ragged: whether a step may run packed rows, so that sequences without drafts have one row.
     """
 
     chunk: int
@@ -39,7 +38,6 @@ class Policy:
     worth: ChoosesDrafts | None = None
     max_context: int | None = None
     looks_up: bool = False
-    ragged: bool = False
 
     def too_long(self, sequence: ActiveSequence) -> bool:
         """Whether the drafter has no drafts for a sequence any more, as far as its steps are read."""
@@ -49,18 +47,6 @@ class Policy:
     def undrafted(self, sequence: ActiveSequence) -> bool:
         """Whether a sequence has no drafts at all any more, as far as its steps are read."""
         return not self.looks_up and self.too_long(sequence)
-
-    def choice(self, decoding: Sequence[ActiveSequence], most: int) -> Choice:
-        """What a decode step verifies where the number of sequences decides, with ``most`` as the drafter's K.
-
-        Sequences without drafts have one row each if the step has fewer tiles of rows then.
-        """
-        drafts = self.drafts_of(len(decoding))
-        if not self.ragged:
-            return Choice(drafts)
-        each = [0 if self.undrafted(own) else most if drafts is None else drafts for own in decoding]
-        packed, whole = padded_rows(len(each) + sum(each)), len(each) * (max(each) + 1)
-        return Choice(drafts, each) if max(packed, FEW_ROWS) < whole else Choice(drafts)
 
     def drafts_of(self, count: int) -> int | None:
         """K for a decode step of ``count`` sequences."""

@@ -83,7 +83,7 @@ class Scheduler:
         """
         self._policy, self._pages = policy, pages
         self._num_state_rows, self._width, self._present_width = num_state_rows, width, width
-        self._choose_drafts = choose_drafts or (lambda decoding: policy.choice(decoding, width - 1))
+        self._choose_drafts = choose_drafts or (lambda decoding: Choice(policy.drafts_of(len(decoding))))
         self._num_ended = self._num_decode_steps = 0
         self._ran_prompts = False
 
