@@ -248,6 +248,18 @@ def test_one_key_head_is_whole_on_every_device() -> None:
     assert missed == {"k_proj.weight", "v_proj.weight"}
 
 
+def test_heads_of_latent_attention_are_split() -> None:
+    own = model("deepseek_v3")
+    for count in (2, 4):
+        many = decoder("deepseek_v3", "ngram", count)
+        found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+        assert_same_tokens(own, PROMPTS, found, greedy("deepseek_v3"))
+        pools = many.stages["insert_kv_cache"].inputs["target_caches"]
+        assert {pool.shape[2] for pool in pools} == {4 // count}  # type: ignore[union-attr]
+        missed = {miss.where.rpartition("attn.")[2] for miss in result(many).near_misses if "attn" in miss.where}
+        assert missed == {"q_a_proj.weight", "kv_a_proj_with_mqa.weight"}, "which all heads read"
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_device_has_its_share_and_what_is_whole(count: int) -> None:
     program = sharded(count)
@@ -488,6 +500,7 @@ FAULTS = {
     "no all-reduce": ("llama", drop_sum), "one part twice": ("llama", same_part_twice),
     "query heads": ("llama", other_heads("q_proj")), "key heads": ("llama", other_heads("k_proj")),
     "columns": ("llama", other_heads("down_proj")), "bias": ("opt", bias_by_each),
+    "latent heads": ("deepseek_v3", other_heads("kv_b_proj")),
     "bias of experts": ("gpt_oss", bias_of_experts_by_each), "states": ("qwen3_5_text", other_heads("in_proj_b")),
     "channels": ("lfm2", other_heads("conv.conv")),
 }  # fmt: skip
@@ -569,7 +582,8 @@ def test_heads_and_channels_of_recurrent_layers_are_split(architecture: str) -> 
     one = compiled(own, kind, draft=head, debug={"self_check": False})
     tokens = [each.generate(PROMPTS, max_new_tokens=NEW).new_tokens for each in (many, one)]
     assert_same_tokens(own, PROMPTS, *tokens)
-    layers = [name for name, _ in own.named_parameters() if any(part in name for part in ("linear_attn", "mamba"))]
+    mixers = ("linear_attn", "mamba", "self_attn")
+    layers = [name for name, _ in own.named_parameters() if any(part in name for part in mixers)]
     missed = {miss.where.removeprefix("target.") for miss in result(many).near_misses}
     expected = {name for name in layers if own.get_parameter(name).dim() > 1 and whole and whole in name}
     assert {name for name in missed if name in layers} == expected
