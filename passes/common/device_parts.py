@@ -449,6 +449,14 @@ def _of_size(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     return ((x, *_resized([sizes], part), *rest),)
 
 
+def _complex(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """Complex numbers from pairs, or pairs from complex numbers. A pair is the last dimension, and is not cut."""
+    x = cast(Any, node.args[0])
+    if part.dim == x.meta["val"].dim():
+        raise Mismatch(f"{node.name} would be cut inside of complex numbers")
+    return ((region.part(x, part, device),),)
+
+
 def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     """One of the tensors into which another one is cut: along the dimension that is cut, a range of it."""
     parts, index = cast(Any, node.args)
@@ -545,7 +553,8 @@ RULES: dict[Any, Callable[[Region, fx.Node, Part, int], Any]] = {
     aten.transpose.int: _transpose, aten.slice.Tensor: _slice, operator.getitem: _item, aten.mean.dim: _mean,
     aten.cat.default: _side_by_side, aten.stack.default: _side_by_side, aten.squeeze.dim: _ones,
     aten.unsqueeze.default: _ones, aten.slice_scatter.default: _scatter, aten.new_empty.default: _of_size,
-    aten.expand.default: _of_size, ATTENTION: _attention, torch.ops.specgraph.gated_delta_rule.default: _delta_rule,
+    aten.expand.default: _of_size, aten.view_as_complex.default: _complex, aten.view_as_real.default: _complex,
+    ATTENTION: _attention, torch.ops.specgraph.gated_delta_rule.default: _delta_rule,
     torch.ops.specgraph.causal_conv.default: _conv,
 }  # fmt: skip
 """For every op that can be computed by parts: the arguments of the copy for a part, and perhaps its keywords, or the

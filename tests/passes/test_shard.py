@@ -46,7 +46,7 @@ from specgraph.passes.pipeline import run_passes
 from specgraph.passes.shard import ALL_REDUCE, Shard, weights_on
 from specgraph.schemes.layers import PackedExperts, PackedLinear
 from tests.decoding import CONFIG, assert_same_tokens, compiled, in_a_stream_and_a_session, reference_greedy
-from tests.models import double_model, make_model, ragged_prompts
+from tests.models import ARCHITECTURES, double_model, make_model, ragged_prompts
 
 PROMPTS = ragged_prompts()
 NEW = 10
@@ -248,16 +248,16 @@ def test_one_key_head_is_whole_on_every_device() -> None:
     assert missed == {"k_proj.weight", "v_proj.weight"}
 
 
-def test_heads_of_latent_attention_are_split() -> None:
-    own = model("deepseek_v3")
-    for count in (2, 4):
-        many = decoder("deepseek_v3", "ngram", count)
-        found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
-        assert_same_tokens(own, PROMPTS, found, greedy("deepseek_v3"))
-        pools = many.stages["insert_kv_cache"].inputs["target_caches"]
-        assert {pool.shape[2] for pool in pools} == {4 // count}  # type: ignore[union-attr]
-        missed = {miss.where.rpartition("attn.")[2] for miss in result(many).near_misses if "attn" in miss.where}
-        assert missed == {"q_a_proj.weight", "kv_a_proj_with_mqa.weight"}, "which all heads read"
+@pytest.mark.parametrize(("architecture", "count"), [("deepseek_v3", 4), ("deepseek_v2", 2)])
+def test_heads_of_latent_attention_are_split(architecture: str, count: int) -> None:
+    own = double_model(architecture, 1, **{**ARCHITECTURES["deepseek_v3"], **ONE})  # v2 rotates complex numbers
+    many = compiled(own, "ngram", parallel=parallel(count), pipeline={"verify": True})
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
+    pools = many.stages["insert_kv_cache"].inputs["target_caches"]
+    assert {pool.shape[2] for pool in pools} == {4 // count}  # type: ignore[union-attr]
+    missed = {miss.where.rpartition("attn.")[2] for miss in result(many).near_misses if "attn" in miss.where}
+    assert missed == {"q_a_proj.weight", "kv_a_proj_with_mqa.weight"}, "which all heads read"
 
 
 @pytest.mark.parametrize("count", [2, 4])
