@@ -471,11 +471,13 @@ def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
         sizes = [value.shape[part.dim] for value in parts.meta["val"]]
         own = [part._replace(begin=part.begin + sum(sizes[:place])) for place in range(len(sizes))]
         product = product_of(x)
-        joined = product is not None and product.expert_ids is not None and parts.target is aten.chunk.default
-        if product is None or not joined or len({*sizes}) > 1:
+        if product is None or product.expert_ids is None or len({*sizes}) > 1:
             return region.part(x, own[index], device)
         if key not in region._known:  # one product for all items, as before, so that it can take in the gate behind it
-            region._known[key] = region.copy(parts, part, device, (region.rows(product, own, device), *parts.args[1:]))
+            given = {aten.chunk.default: len(own), aten.split.Tensor: part.size}
+            pieces = given.get(parts.target, [part.size] * len(own))
+            args = (region.rows(product, own, device), pieces, *parts.args[2:])
+            region._known[key] = region.copy(parts, part, device, args)
     return ((region._known[key], index),)
 
 

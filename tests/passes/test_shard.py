@@ -344,7 +344,8 @@ def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("opt", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2), ("qwen3_5_text", 2)]
+    ("name", "count"),
+    [("opt", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2), ("qwen3_5_text", 2), ("deepseek_v3", 2)],
 )
 def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None:
     """With the bits of the graph of all devices, and with pages and states for its own heads."""
@@ -395,7 +396,7 @@ def test_weights_from_a_cpu_are_sorted_as_those_of_a_model_on_a_gpu(name: str) -
         assert [(value.shape, value.dtype) for value in values] == [(t.shape, t.dtype) for t in a.tensors(first)]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe", "qwen3_5_text", "deepseek_v3"])
 def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -> None:
     config = load_config({"lowering": {"name": "gpu", "cuda_graph": False}, "draft": {"kind": "none"}})
     passes = build_passes(config)
