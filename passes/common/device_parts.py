@@ -474,8 +474,8 @@ def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
         if product is None or product.expert_ids is None or len({*sizes}) > 1:
             return region.part(x, own[index], device)
         if key not in region._known:  # one product for all items, as before, so that it can take in the gate behind it
-            given = {aten.chunk.default: len(own), aten.split.Tensor: part.size}
-            pieces = given.get(parts.target, [part.size] * len(own))
+            count_or_size = {aten.chunk.default: len(own), aten.split.Tensor: part.size}
+            pieces = count_or_size.get(parts.target, [part.size] * len(own))
             args = (region.rows(product, own, device), pieces, *parts.args[2:])
             region._known[key] = region.copy(parts, part, device, args)
     return ((region._known[key], index),)
