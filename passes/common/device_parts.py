@@ -37,7 +37,7 @@ from specgraph.passes.common.patterns import (
 
 ATTENTION = torch.ops.specgraph.attention.default
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints)
-SAME = (*CONVERSIONS, aten.alias.default, aten.contiguous.default, aten.dropout.default)
+SAME = (*CONVERSIONS, aten.alias.default, aten.contiguous.default, aten.copy.default, aten.dropout.default)
 """Ops without the tag of a function of elements that give every element of their input at its own place."""
 ALL_REDUCE = torch.ops.specgraph.all_reduce.default
 WHOLE = (ALL_REDUCE, aten.embedding.default)
@@ -430,6 +430,33 @@ def _slice(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     return ((region.part(x, Part(dim, part.begin * step, part.size * step), device), *node.args[1:]),)
 
 
+def _scatter(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """A tensor with another one in the place of a range of it, which is of another dimension than the one cut."""
+    x, written, dim, *where = cast(Any, node.args)
+    if dim % node.meta["val"].dim() == part.dim:
+        raise Mismatch(f"{node.name} writes a range of what would be cut")
+    return ((region.part(x, part, device), region.part(written, part, device), dim, *where),)
+
+
+def _of_size(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """A tensor that is repeated along dimensions, or a new one, which takes no more than the dtype of another one."""
+    x, sizes, *rest = cast(Any, node.args)
+    whole, given = node.meta["val"], x.meta["val"]
+    if node.target is aten.expand.default:
+        x = region.operand(x, whole, part, device)
+    elif same_sizes(whole.shape[: part.dim + 1], given.shape[: part.dim + 1]):
+        x = region.part(x, part, device)
+    return ((x, *_resized([sizes], part), *rest),)
+
+
+def _complex(region: Region, node: fx.Node, part: Part, device: int) -> Any:
+    """Complex numbers from pairs, or pairs from complex numbers. A pair is the last dimension, and is not cut."""
+    x = cast(Any, node.args[0])
+    if part.dim == x.meta["val"].dim():
+        raise Mismatch(f"{node.name} would be cut inside of complex numbers")
+    return ((region.part(x, part, device),),)
+
+
 def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     """One of the tensors into which another one is cut: along the dimension that is cut, a range of it."""
     parts, index = cast(Any, node.args)
@@ -444,11 +471,13 @@ def _item(region: Region, node: fx.Node, part: Part, device: int) -> Any:
         sizes = [value.shape[part.dim] for value in parts.meta["val"]]
         own = [part._replace(begin=part.begin + sum(sizes[:place])) for place in range(len(sizes))]
         product = product_of(x)
-        joined = product is not None and product.expert_ids is not None and parts.target is aten.chunk.default
-        if product is None or not joined or len({*sizes}) > 1:
+        if product is None or product.expert_ids is None or len({*sizes}) > 1:
             return region.part(x, own[index], device)
         if key not in region._known:  # one product for all items, as before, so that it can take in the gate behind it
-            region._known[key] = region.copy(parts, part, device, (region.rows(product, own, device), *parts.args[1:]))
+            count_or_size = {aten.chunk.default: len(own), aten.split.Tensor: part.size}
+            pieces = count_or_size.get(parts.target, [part.size] * len(own))
+            args = (region.rows(product, own, device), pieces, *parts.args[2:])
+            region._known[key] = region.copy(parts, part, device, args)
     return ((region._known[key], index),)
 
 
@@ -525,7 +554,9 @@ RULES: dict[Any, Callable[[Region, fx.Node, Part, int], Any]] = {
     **dict.fromkeys(SAME, _pointwise), **dict.fromkeys(VIEWS, _view), **dict.fromkeys(NORMS, _norm),
     aten.transpose.int: _transpose, aten.slice.Tensor: _slice, operator.getitem: _item, aten.mean.dim: _mean,
     aten.cat.default: _side_by_side, aten.stack.default: _side_by_side, aten.squeeze.dim: _ones,
-    aten.unsqueeze.default: _ones, ATTENTION: _attention, torch.ops.specgraph.gated_delta_rule.default: _delta_rule,
+    aten.unsqueeze.default: _ones, aten.slice_scatter.default: _scatter, aten.new_empty.default: _of_size,
+    aten.expand.default: _of_size, aten.view_as_complex.default: _complex, aten.view_as_real.default: _complex,
+    ATTENTION: _attention, torch.ops.specgraph.gated_delta_rule.default: _delta_rule,
     torch.ops.specgraph.causal_conv.default: _conv,
 }  # fmt: skip
 """For every op that can be computed by parts: the arguments of the copy for a part, and perhaps its keywords, or the

@@ -134,7 +134,8 @@ def _entry_lines(entry: Entry, found: Difference) -> list[str]:
 
 
 def _text(node: Node) -> str:
-    comment = ", ".join(part for part in (node.shape, node.made_by) if part)
+    device = None if node.device is None else f"device {node.device}"
+    comment = ", ".join(part for part in (node.shape, node.made_by, device) if part)
     return f"{node.name} = {node.code}{f'  # {comment}' if comment else ''}"
 
 

@@ -16,7 +16,8 @@ from specgraph.explore.dump_files import Node, Stage
 
 _NAME = re.compile(r'(?<![\w."])[A-Za-z_]\w*(?!\w|=[^=])')
 """A variable in the code of a node: no attribute, no name of an argument, and no word of a text."""
-COMPARED = {"op": "kind", "calls": "what it calls", "code": "code", "shape": "shape", "made_by": "pass"}
+COMPARED = {"op": "kind", "calls": "what it calls", "code": "code", "shape": "shape", "made_by": "pass",
+            "device": "device"}  # fmt: skip
 """The attributes of a node in which two may differ, by what a reader calls them."""
 Entry = tuple[Node | None, Node | None]
 """A node in the first version and in the second; None where it is not there."""

@@ -36,6 +36,7 @@ class Node:
         made_by: the pass that made it.
         line: of the model's source, which it comes from; None if that is not known.
         items: the shapes of the items of a value that is a tuple; None for others.
+        device: the number of the one device that runs it, if several share the target; None if each of them does.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Node:
     made_by: str | None
     line: str | None = None
     items: tuple[str, ...] | None = None
+    device: int | None = None
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> Node:
@@ -61,7 +63,8 @@ class Node:
         shape, size, made_by = (_is(str | None, record[key]) for key in ("shape", "bytes", "pass"))
         line, items = _is(str | None, record.get("line")), _is(list | None, record.get("items"))
         items = None if items is None else tuple(_is(str, item) for item in items)
-        return Node(name, op, calls, inputs, code, shape, size, made_by, line, items)
+        device = _is(int | None, record.get("device"))
+        return Node(name, op, calls, inputs, code, shape, size, made_by, line, items, device)
 
 
 def _is(kind: Any, value: Any) -> Any:

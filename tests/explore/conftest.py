@@ -95,3 +95,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     trace = out.trace.save(folder / "trace.jsonl", Hostile())
     page = explore(dump, folder / "page.html", trace=trace, bandwidth=lambda _: Bandwidth(SPEED, "as the test says"))
     return Made(decoder, dump, out, trace, page)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[SpeculativeDecoder, Path]:
+    """A decoder whose target two devices of a CPU share, and the page of its dump."""
+    folder = tmp_path_factory.mktemp("shared")
+    decoder = compiled(shared_model("llama"), "none", parallel={"tensor": 2, "devices": ["cpu", "cpu"]})
+    return decoder, explore(decoder.dump(folder / "graphs"), folder / "page.html")

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from specgraph import SpeculativeDecoder
 from specgraph.explore.trace_file import why
+from specgraph.ir.graphs import DEVICE
 from specgraph.ir.shapes import items_of, shape_of
 from tests.explore.browser import Browser, browser, find
 from tests.explore.conftest import HOSTILE, Made
@@ -100,6 +103,23 @@ def test_the_panel_says_what_a_node_does_and_what_each_item_of_a_tuple_is(page: 
     assert "b: sequences of this call; T: rows of a sequence in this call" in page.text("#node dl")
     go(page, "#stage=index_rows&graph=step&node=seeds")
     assert "input" in page.texts("#node dt") and "code" not in page.texts("#node dt")
+
+
+def test_the_graph_of_one_device_can_be_read(
+    shown: Browser, shared: tuple[SpeculativeDecoder, Path], made: Made
+) -> None:
+    decoder, file = shared
+    nodes = decoder.stages["shard"].modules.unchanged["target"].graph.nodes
+    node = next(node for node in nodes if node.target is torch.ops.aten.linear.default and node.meta.get(DEVICE) == 1)
+    shown.open(file.as_uri())
+    go(shown, f"#stage=shard&graph=target&node={node.name}")
+    shown.run("choose({ view: 'device 1', inputs: true })")
+    assert shown.run("document.querySelector('#pick-view').selectedOptions[0].textContent") == "what device 1 runs"
+    assert "device1 alone" in shown.text("#node dl").replace("\n", "")
+    runs = {node.name for node in nodes if node.meta.get(DEVICE) in (None, 1)}
+    assert {row[1] for row in cells(shown, "#node-table")} == runs
+    assert shown.errors == [] and set(shown.requests) <= {"about:blank", made.page.as_uri(), file.as_uri()}
+    shown.requests.clear()
 
 
 def test_a_node_says_what_was_there_before_and_what_took_its_place(page: Browser, made: Made) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from specgraph import SpeculativeDecoder
 from specgraph.errors import ConfigError
 from specgraph.explore import explore
 from specgraph.explore.page import LIBRARIES, SCRIPTS, STYLES
+from specgraph.ir.graphs import DEVICE
 from specgraph.ir.traffic import step_traffic
 from tests.explore.conftest import HOSTILE, SPEED, Made, Scripts, page_data
 
@@ -52,6 +54,17 @@ def test_the_dump_lists_the_nodes_of_the_programs(made: Made) -> None:
         for graph, nodes in shown.items():
             own = (program.graph if graph == "step" else program.modules[graph].graph).nodes
             assert [(node["name"], node["made_by"]) for node in nodes] == [(n.name, n.meta["pass_name"]) for n in own]
+
+
+def test_a_node_of_one_device_alone_says_which(shared: tuple[SpeculativeDecoder, Path]) -> None:
+    decoder, page = shared
+    data, devices = page_data(page), set[int | None]()
+    for stage in data["stages"]:
+        shown = {node["name"]: node.get(DEVICE) for node in graphs_of(data, stage)["target"]}
+        nodes = decoder.stages[stage["name"]].modules.unchanged["target"].graph.nodes
+        assert shown == {node.name: node.meta.get(DEVICE) for node in nodes}
+        devices |= {*shown.values()}
+    assert devices == {None, 0, 1}
 
 
 def test_provenance_is_what_a_pass_has_changed(made: Made) -> None:

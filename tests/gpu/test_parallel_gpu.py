@@ -196,6 +196,10 @@ SHARED: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "sorted experts": ("gpt_oss", "mxfp4", {"intermediate_size": 320}),  # parts of 160 end inside of a word of scales
     "recurrences": ("qwen3_5_text", None, {"linear_key_head_dim": 64, "linear_value_head_dim": 64}),
     "shared experts": ("qwen2_moe", "fp8", {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}),
+    "latent attention": ("deepseek_v3", None, {
+        "num_key_value_heads": 8, "head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        "q_lora_rank": 256, "kv_lora_rank": 128, "moe_intermediate_size": 256,
+    }),
 }  # fmt: skip
 
 

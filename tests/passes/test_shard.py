@@ -46,7 +46,7 @@ from specgraph.passes.pipeline import run_passes
 from specgraph.passes.shard import ALL_REDUCE, Shard, weights_on
 from specgraph.schemes.layers import PackedExperts, PackedLinear
 from tests.decoding import CONFIG, assert_same_tokens, compiled, in_a_stream_and_a_session, reference_greedy
-from tests.models import double_model, make_model, ragged_prompts
+from tests.models import ARCHITECTURES, double_model, make_model, ragged_prompts
 
 PROMPTS = ragged_prompts()
 NEW = 10
@@ -248,6 +248,18 @@ def test_one_key_head_is_whole_on_every_device() -> None:
     assert missed == {"k_proj.weight", "v_proj.weight"}
 
 
+@pytest.mark.parametrize(("architecture", "count"), [("deepseek_v3", 4), ("deepseek_v2", 2)])
+def test_heads_of_latent_attention_are_split(architecture: str, count: int) -> None:
+    own = double_model(architecture, 1, **{**ARCHITECTURES["deepseek_v3"], **ONE})  # v2 rotates complex numbers
+    many = compiled(own, "ngram", parallel=parallel(count), pipeline={"verify": True})
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
+    pools = many.stages["insert_kv_cache"].inputs["target_caches"]
+    assert {pool.shape[2] for pool in pools} == {4 // count}  # type: ignore[union-attr]
+    missed = {miss.where.rpartition("attn.")[2] for miss in result(many).near_misses if "attn" in miss.where}
+    assert missed == {"q_a_proj.weight", "kv_a_proj_with_mqa.weight"}, "which all heads read"
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_device_has_its_share_and_what_is_whole(count: int) -> None:
     program = sharded(count)
@@ -332,7 +344,8 @@ def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("opt", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2), ("qwen3_5_text", 2)]
+    ("name", "count"),
+    [("opt", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2), ("qwen3_5_text", 2), ("deepseek_v3", 2)],
 )
 def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None:
     """With the bits of the graph of all devices, and with pages and states for its own heads."""
@@ -383,7 +396,7 @@ def test_weights_from_a_cpu_are_sorted_as_those_of_a_model_on_a_gpu(name: str) -
         assert [(value.shape, value.dtype) for value in values] == [(t.shape, t.dtype) for t in a.tensors(first)]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe", "qwen3_5_text", "deepseek_v3"])
 def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -> None:
     config = load_config({"lowering": {"name": "gpu", "cuda_graph": False}, "draft": {"kind": "none"}})
     passes = build_passes(config)
@@ -488,6 +501,7 @@ FAULTS = {
     "no all-reduce": ("llama", drop_sum), "one part twice": ("llama", same_part_twice),
     "query heads": ("llama", other_heads("q_proj")), "key heads": ("llama", other_heads("k_proj")),
     "columns": ("llama", other_heads("down_proj")), "bias": ("opt", bias_by_each),
+    "latent heads": ("deepseek_v3", other_heads("kv_b_proj")),
     "bias of experts": ("gpt_oss", bias_of_experts_by_each), "states": ("qwen3_5_text", other_heads("in_proj_b")),
     "channels": ("lfm2", other_heads("conv.conv")),
 }  # fmt: skip
@@ -569,7 +583,8 @@ def test_heads_and_channels_of_recurrent_layers_are_split(architecture: str) -> 
     one = compiled(own, kind, draft=head, debug={"self_check": False})
     tokens = [each.generate(PROMPTS, max_new_tokens=NEW).new_tokens for each in (many, one)]
     assert_same_tokens(own, PROMPTS, *tokens)
-    layers = [name for name, _ in own.named_parameters() if any(part in name for part in ("linear_attn", "mamba"))]
+    mixers = ("linear_attn", "mamba", "self_attn")
+    layers = [name for name, _ in own.named_parameters() if any(part in name for part in mixers)]
     missed = {miss.where.removeprefix("target.") for miss in result(many).near_misses}
     expected = {name for name in layers if own.get_parameter(name).dim() > 1 and whole and whole in name}
     assert {name for name in missed if name in layers} == expected

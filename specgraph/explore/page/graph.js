@@ -12,13 +12,15 @@ function isMinor(node) {
   return size || ["placeholder", "get_attr"].includes(node.op) || ["getitem", "gather_state"].includes(shortCall(node));
 }
 
-/** The views of a graph: all of it, what the pass changed, what is around the chosen node, or one layer. */
+/** The views of a graph: all of it, what the pass changed, what is around the chosen node, what one device runs, or one layer. */
 function viewsOf(stage, graph, name, inputs) {
   const count = graph.nodes.filter((node) => inputs || !isMinor(node)).length;
   const layers = [...new Set(graph.layers.filter((layer) => layer !== null))];
   const views = [["all", `the whole graph (${plural(count, "node")}${count > 4 * MOST_DRAWN ? ", slow" : ""})`]];
   if (statuses(stage, graph.name).size) views.push(["changes", "what this pass touched"]);
   if (name !== undefined) views.push(["around", `around ${name}`]);
+  const devices = [...new Set(graph.nodes.map((node) => node.device).filter((device) => device !== undefined))].sort();
+  views.push(...devices.map((device) => ["device " + device, `what device ${device} runs`]));
   return views.concat(layers.map((layer) => ["layer " + layer, "layer " + layer]));
 }
 
@@ -38,6 +40,7 @@ function nodesOfView(stage, graph, view, name) {
     const near = around(graph, name, 2);
     return graph.nodes.filter((node) => near.has(node.name));
   }
+  if (view.startsWith("device ")) return graph.nodes.filter((node) => node.device === undefined || "device " + node.device === view);
   if (view.startsWith("layer ")) {
     const layer = Number(view.slice("layer ".length));
     return graph.nodes.filter((node, index) => graph.layers[index] === layer);

@@ -34,6 +34,7 @@ function facts(stage, graph, node) {
     doesOf(node) ? ["does", doesOf(node)] : null,
     node.op === "placeholder" ? null : ["code", el("code", {}, node.code)],
     node.line === undefined ? null : ["model's source", el("code", { id: "line" }, node.line)],
+    node.device === undefined ? null : ["device", `${node.device} alone`],
     ["shape", node.shape ? el("code", {}, node.shape) : "not known"],
     itemsOf(stage, graph, node),
     lettersOf(node) ? ["letters", el("span", { class: "hint" }, lettersOf(node))] : null,

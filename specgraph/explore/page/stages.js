@@ -89,6 +89,7 @@ function nodeTip(node) {
     el("strong", {}, node.name),
     el("div", {}, `made by ${node.made_by || "nobody known"}`),
     el("div", {}, node.shape || ""),
+    node.device === undefined ? "" : el("div", {}, `on device ${node.device} alone`),
     el("code", {}, node.code.length > 300 ? node.code.slice(0, 300) + "\u2026" : node.code),
   ];
 }
