@@ -50,7 +50,7 @@ def test_a_new_head_drafts_as_a_dflash_head_does(tmp_path: Path) -> None:
     bare, given = copy.deepcopy(made.module), features(small_target(), TEXTS % 40, made.features)
     bare.candidate_selector, bare.config = None, replace(bare.config, selector_rank=0)
     for layer in bare.layers:
-        layer.around = lambda name, sublayer, x: sublayer(x)
+        layer.around = lambda name, sublayer, x, residual: residual + sublayer(x)
     found, expected = (
         [module.step_logits(rows, step) for step, rows in enumerate(module.unroll(TEXTS % 40, given, 4, 1))]
         for module in (made.module, bare)
