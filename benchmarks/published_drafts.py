@@ -99,7 +99,7 @@ class DraftCalls:
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name == TARGET_MODULES[0]:  # every step begins with it
+            if name == "target":  # which every step calls once, in front of the drafter
                 self._calls.clear()
             elif name not in TARGET_MODULES:
                 self._calls.append(lambda: module(*args, **kwargs))
