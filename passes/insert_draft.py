@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specgraph.drafters.step import DraftStep
+from specgraph.errors import PassError
 from specgraph.ir.program import Program
 from specgraph.passes.base import Pass, PassResult, check_option_rule
 
@@ -25,7 +26,10 @@ class InsertDraft(Pass, requires={"kv_cache", "target_only"}, ensures={"draft"},
 
     def apply(self, program: Program) -> PassResult:
         """Append the drafter's nodes after the logits."""
-        calls = program.drafter.build(DraftStep(program, self.rule))
+        drafter, count = program.drafter, program.drafter.num_speculative_tokens
+        if drafter.chained and count < 1:
+            raise PassError(f"{self.name}: {drafter.name} needs num_speculative_tokens >= 1, got {count}.")
+        calls = drafter.build(DraftStep(program, self.rule))
         drafts = program.with_role("drafts")
         for node in drafts:
             node.meta["rule"] = self.rule

@@ -25,8 +25,9 @@ from torch import Tensor, fx, nn
 
 from specgraph.ir.graphs import get_attribute, set_attribute
 from specgraph.ir.linear import Linear, describe, linears
-from specgraph.ir.program import TARGET_MODULES, Program
+from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
+from specgraph.passes.common.module_state import target_tensors
 from specgraph.passes.common.patterns import aten, erase_unused, grouped, insert, items, value_of, weight_name
 
 ELSEWHERE = "a weight is read elsewhere, too"
@@ -38,7 +39,8 @@ class MergeLinears(LoweringPass, requires={"traced"}, invalidates={"own_weights"
 
     def apply(self, program: Program) -> PassResult:
         """Merge every group of every module."""
-        readers, own, placed = _readers(program), _of_target(program), set[int]()
+        readers, placed = _readers(program), set[int]()
+        own = {id(tensor) for _, _, tensor in target_tensors(program)}
         matches, misses = 0, list[NearMiss]()
         for name, module in program.modules.items():
             groups = _groups(module, own)
@@ -66,12 +68,6 @@ def _readers(program: Program) -> dict[int, list[object]]:
             readers = (module if _reads(node, user) else None for user in node.users)
             found[id(get_attribute(module, node.target))] += readers
     return found
-
-
-def _of_target(program: Program) -> set[int]:
-    """The tensors that the target reads."""
-    modules = [module for name, module in program.modules.items() if name in TARGET_MODULES]
-    return {id(get_attribute(each, node.target)) for each in modules for node in each.graph.find_nodes(op="get_attr")}
 
 
 def _reads(constant: fx.Node, user: fx.Node) -> bool:

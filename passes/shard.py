@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.errors import ConfigError, PassError
-from specgraph.ir.graphs import DEVICE, calls, get_attribute, new_module, remove_dead_code
-from specgraph.ir.program import TARGET_MODULES, Program
+from specgraph.ir.graphs import DEVICE, calls, new_module, remove_dead_code
+from specgraph.ir.program import Program
 from specgraph.ir.tensors import view_of
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.common.device_parts import (
@@ -46,6 +46,7 @@ from specgraph.passes.common.device_parts import (
     products_behind,
     up_to_sum,
 )
+from specgraph.passes.common.module_state import target_tensors
 from specgraph.passes.common.one_rank import keep_rank
 from specgraph.passes.common.patterns import Mismatch, aten, insert, keep_meta, only_user, replace
 
@@ -103,7 +104,7 @@ class Shard(Pass, requires={"traced", "target_only"}, exact=False):
 def weights_on(program: Program, device: int) -> tuple[list[Tensor], list[Tensor]]:
     """The target's tensors on a device: those that it alone has, and those that are whole on every device."""
     own, whole = dict[object, Tensor](), dict[object, Tensor]()
-    for _, node, tensor in _read(program):
+    for _, node, tensor in target_tensors(program):
         if node.meta.get(DEVICE, device) == device:
             (own if DEVICE in node.meta else whole)[view_of(tensor)] = tensor
     return [*own.values()], [*whole.values()]
@@ -180,18 +181,10 @@ def _split(region: Region, product: Product, count: int) -> str:
     return line
 
 
-def _read(program: Program) -> Iterator[tuple[str, fx.Node, Tensor]]:
-    """The tensors that the target reads: with the module, and the node that names them."""
-    for name in (name for name in TARGET_MODULES if name in program.modules):
-        module = program.modules.unchanged[name]
-        for node in module.graph.find_nodes(op="get_attr"):
-            yield name, node, get_attribute(module, str(node.target))
-
-
 def _misses(program: Program, reasons: dict[str, str]) -> Iterator[NearMiss]:
     """The matrices that are whole on every device."""
     seen = set[object]()
-    for name, node, tensor in _read(program):
+    for name, node, tensor in target_tensors(program):
         in_parts = any(DEVICE in user.meta for user in node.users)  # a tensor that parts of a weight have in common
         if DEVICE in node.meta or in_parts or tensor.dim() < 2 or view_of(tensor) in seen:
             continue

@@ -1,14 +1,14 @@
-"""Helpers of the passes that give traced modules state: the inputs of a module, and the buffers of an op."""
+"""Helpers of passes about what modules read: the inputs of a module, the buffers of an op, the target's tensors."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from specgraph.ir.graphs import DEVICE, calls, new_module
+from specgraph.ir.graphs import DEVICE, calls, get_attribute, new_module
 from specgraph.ir.program import TARGET_MODULES, Program
 from specgraph.kernels.state import Buffer, Stateful
 from specgraph.passes.common.patterns import insert, value_of
@@ -64,3 +64,11 @@ def bind_target(program: Program) -> None:
             call.kwargs = {**call.kwargs, **bound}
             module = program.modules[name]
             program.modules[name] = new_module(module, module.graph, name)
+
+
+def target_tensors(program: Program) -> Iterator[tuple[str, fx.Node, Tensor]]:
+    """The tensors that the target reads: with the module, and the node that names them."""
+    for name in (name for name in TARGET_MODULES if name in program.modules):
+        module = program.modules.unchanged[name]
+        for node in module.graph.find_nodes(op="get_attr"):
+            yield name, node, get_attribute(module, str(node.target))

@@ -25,7 +25,6 @@ from torch import fx, nn
 from specgraph.drafters.base import Drafter
 from specgraph.drafters.parts import copy_inputs, output_for
 from specgraph.drafters.step import DraftStep
-from specgraph.errors import PassError
 from specgraph.ir.graphs import new_module, splice
 from specgraph.kernels import step as functions
 
@@ -44,8 +43,6 @@ class ChainDrafter(Drafter):
     def build(self, step: DraftStep) -> int:
         """Append K calls of ``draft``, a module made of body and head that computes logits for one row only."""
         count = self.num_speculative_tokens
-        if count < 1:
-            raise PassError(f"insert_draft: {self.name} needs num_speculative_tokens >= 1, got {count}.")
         modules = step.program.modules
         modules["draft"] = _join(modules.pop(BODY), modules.pop(HEAD))
         bound = step.program.bind("draft", "draft")

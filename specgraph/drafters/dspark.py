@@ -69,7 +69,7 @@ class DSparkDrafter(DFlashDrafter):
         self, step: DraftStep, token: fx.Node, logits: fx.Node, hidden: fx.Node, returned: fx.Node
     ) -> list[fx.Node]:
         """Append the corrections and draws, and return the drafts ``[B, 1]``."""
-        inputs = _inputs(step, MARKOV)
+        inputs = step.program.inputs_of(MARKOV)
         state = step.call(operator.getitem, returned, 2, name="markov_state") if "state" in inputs else None
         drafts = []
         for row in range(self.num_speculative_tokens):
@@ -87,7 +87,7 @@ class DSparkDrafter(DFlashDrafter):
     def _keep_confidence(self, step: DraftStep, before: list[fx.Node], hidden: fx.Node) -> None:
         """Append the estimates for all drafts, from the token before each of them."""
         inputs = {"hidden": hidden}
-        if "tokens" in _inputs(step, CONFIDENCE):
+        if "tokens" in step.program.inputs_of(CONFIDENCE):
             inputs["tokens"] = step.call(torch.cat, before, dim=1, name="tokens_before")
         step.keep_confidence(step.call(CONFIDENCE, **inputs, name="estimates"))
 
@@ -134,10 +134,6 @@ class DSparkDrafter(DFlashDrafter):
             "confidence": plan.confidence,
             "confidence_with_markov": plan.confidence and rank > 0,
         }
-
-
-def _inputs(step: DraftStep, module: str) -> set[str]:
-    return {node.name for node in step.program.modules.unchanged[module].graph.find_nodes(op="placeholder")}
 
 
 MARKOV_INPUTS = {

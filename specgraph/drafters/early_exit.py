@@ -16,15 +16,15 @@ cache" holds the kept states.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 from specgraph.config.drafters import EarlyExitDraftConfig
 from specgraph.drafters.base import Draft, Drafter, Target
 from specgraph.drafters.step import DraftStep
-from specgraph.errors import ConfigError, PassError
-from specgraph.frontend.tracing import ATTENTION, cut_at_layer, exit_head, hidden_states
-from specgraph.ir.graphs import calls
+from specgraph.errors import ConfigError
+from specgraph.frontend.tracing import ATTENTION, exit_head, hidden_states
 from specgraph.ir.program import FIRST_LAYERS
 from specgraph.kernels import step as functions
 from specgraph.kernels.state import FIRST_HIDDEN, RECURRENT, Buffer
@@ -49,20 +49,20 @@ class EarlyExitDrafter(Drafter):
                 f"draft.exit_layer is {count}, and drafts come from the first 1 to {layers - 1} of the target's "
                 f"{layers} layers; give a number of them."
             )
-        (first, _), entering = cut_at_layer(target.traced, count), states.get(layers + 1)
-        left = first.graph.output_node().all_input_nodes[0].meta["val"]
-        if any(node.target in RECURRENT for node in first.graph.nodes):
+        first = [*itertools.takewhile(lambda node: node is not states[count], target.traced.body.graph.nodes)]
+        if any(node.target in RECURRENT for node in first):
             raise ConfigError(
                 "draft=early_exit takes no target with recurrent layers, whose state knows no drafts that may be taken "
                 "back; draft by ngram, or by a head."
             )
+        entering, left = states.get(layers + 1), states[count].meta["val"]
         same = entering is not None and entering.meta["val"].shape == left.shape and left.dtype == info.dtype
         if not same:
             raise ConfigError(
                 f"draft=early_exit takes what leaves a layer of the target to its final norm, and {info.name} has no "
                 "list of layers, or does something else in between; draft by ngram, or by a head."
             )
-        caches = sum(1 for _ in calls(first.graph, ATTENTION))
+        caches = sum(node.target is ATTENTION for node in first)
         models = {FIRST_LAYERS: replace(info, num_layers=count, num_caches=caches)}
         head = {EXIT_HEAD: exit_head(target.traced)}
         drafter = cls(options.num_speculative_tokens, head, models, exit_layer=count)
@@ -71,11 +71,9 @@ class EarlyExitDrafter(Drafter):
     def build(self, step: DraftStep) -> int:
         """Append K calls of the first layers, each with what turns its hidden state into logits."""
         count = self.num_speculative_tokens
-        if count < 1:
-            raise PassError(f"insert_draft: {self.name} needs num_speculative_tokens >= 1, got {count}.")
         own = step.program.bind(FIRST_LAYERS, FIRST_LAYERS)
         kept = step.state(FIRST_HIDDEN, Buffer(("B", count, self.model.hidden_size), self.model.dtype, indexed=True))
-        names = [node.name for node in step.program.modules.unchanged[EXIT_HEAD].graph.find_nodes(op="placeholder")]
+        names = step.program.inputs_of(EXIT_HEAD)
         known = (step.window, step.emitted, step.num_emitted)
         token = step.call(functions.last_accepted, *known, name="last_accepted")
         for row in range(count):

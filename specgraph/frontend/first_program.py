@@ -34,8 +34,8 @@ def first_program(target: TracedModel, drafter: BoundDrafter) -> Program:
     given = {"tokens": window, "positions": positions}
     if FIRST_LAYERS in modules:
         given["hidden"] = program.call(FIRST_LAYERS, **given, name="first_hidden", role=FIRST_LAYERS)
-    names = [node.name for node in modules.unchanged["target"].graph.find_nodes(op="placeholder")]
-    hidden = program.call("target", **{name: given[name] for name in names}, name="hidden", role="target")
+    own = {name: given[name] for name in program.inputs_of("target")}
+    hidden = program.call("target", **own, name="hidden", role="target")
     logits = program.call("lm_head", hidden, name="logits", role="logits")
     program.set_output(logits)
     program.facts = FIRST_FACTS

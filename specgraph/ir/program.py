@@ -132,6 +132,10 @@ class Program(ProgramView):
                 return node
         raise PassError(f"The step graph has no input {name!r}; it has {', '.join(self.inputs)}.")
 
+    def inputs_of(self, module: str) -> list[str]:
+        """The names of the inputs of a module, in order."""
+        return [node.name for node in self.modules.unchanged[module].graph.find_nodes(op="placeholder")]
+
     def bind(self, module: str, owner: str) -> dict[str, fx.Node]:
         """Make the state inputs of ``module`` inputs of the step, and return these by the names of the module's inputs.
 

@@ -136,7 +136,7 @@ class _Packer:
             self.program.modules[module] = packed_module(self.program.modules.unchanged[str(call.target)], grids)
             if call.target in self.program.compiled and self.program.target.device.type != "cpu":
                 self.program.compiled |= {module}  # on a CPU, prompts run through modules as they are
-        names = [node.name for node in self.program.modules.unchanged[module].graph.find_nodes(op="placeholder")]
+        names = self.program.inputs_of(module)
         with self.program.graph.inserting_before(call):
             own = {name: self._pack(given[name], packing) if name in grids else given.get(name) for name in names}
             if "slots" in names:
@@ -148,7 +148,7 @@ class _Packer:
         return True
 
     def _arguments(self, call: fx.Node) -> dict[str, Any]:
-        names = [n.name for n in self.program.modules.unchanged[str(call.target)].graph.find_nodes(op="placeholder")]
+        names = self.program.inputs_of(str(call.target))
         return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
     def _packing(self, call: fx.Node, given: dict[str, Any], grids: list[str]) -> _Packing:

@@ -264,7 +264,7 @@ class Engine:
     def _kind(self, sequences: Sequence[ActiveSequence]) -> tuple[object, ...]:
         """What distinguishes steps whose rows cost more from others."""
         traced = self._asked.traced and not (self._policy.worth and self._policy.worth.ahead)
-        return self._asked.logprobs, self._unused, traced, all(map(self._policy.too_long, sequences))
+        return self._asked.logprobs, self._unused, traced, self._policy.all_too_long(sequences)
 
     def _pause(self, plan: Plan, forced: Sequence[int] = ()) -> Pause | None:
         """What the host has to do in a step, whose first sequences are ``forced`` if it runs their prompts."""

@@ -84,7 +84,6 @@ class Workspace(StateMemory):
 
     Attributes:
         counters: those of its graphs, which keep their address.
-        num_captured: how many graphs have been captured, those that begin sequences among them.
         mailbox: where results of its steps go.
         paused: what the first halves of steps that pause have left.
         others: those of other GPUs that share the target, for the same sequences and pages.
@@ -107,7 +106,6 @@ class Workspace(StateMemory):
         self.others: list[Workspace] = []
         self.group: PeerGroup | ThreadGroup | None = None
         self.broken = False
-        self.num_captured = 0
         self._initializers: dict[int, Captured] = {}
         """By the number of sequences that begin."""
         self._weights: dict[int, Tensor] = {}
@@ -118,6 +116,11 @@ class Workspace(StateMemory):
     def shapes(self) -> list[Shape]:
         """What graphs are captured for so far."""
         return list(self._graphs)
+
+    @property
+    def num_captured(self) -> int:
+        """How many graphs have been captured, those that begin sequences among them."""
+        return len(self._graphs) + len(self._initializers)
 
     def has(self, shape: Shape) -> bool:
         """Whether that graph is there."""
@@ -146,7 +149,6 @@ class Workspace(StateMemory):
         self._initializer.write_tokens(entering)
 
     def _capture(self, values: Tensor, function: Callable[[Tensor], Tensor]) -> Captured:
-        self.num_captured += 1
         given = uploaded(values, self.state["num_rows"].device)
         return Captured(*self._pool.capture(lambda: function(given)), given)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specgraph.runtime.schedule.num_drafts import ChoosesDrafts
@@ -41,8 +41,14 @@ class Policy:
 
     def too_long(self, sequence: ActiveSequence) -> bool:
         """Whether the drafter has no drafts for a sequence any more, as far as its steps are read."""
-        known = sequence.request.prompt.numel() + len(sequence.new_tokens)
-        return self.max_context is not None and known > self.max_context
+        if self.max_context is None:
+            return False
+        return sequence.request.prompt.numel() + len(sequence.new_tokens) > self.max_context
+
+    def all_too_long(self, sequences: Sequence[ActiveSequence]) -> bool:
+        """Whether a step of these sequences needs no drafter. It runs as long as any sequence has drafts of its; the
+        device lets the others have none of these."""
+        return self.max_context is not None and all(map(self.too_long, sequences))
 
     def undrafted(self, sequence: ActiveSequence) -> bool:
         """Whether a sequence has no drafts at all any more, as far as its steps are read."""

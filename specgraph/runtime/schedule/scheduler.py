@@ -98,7 +98,7 @@ class Scheduler:
         decoding = sorted(
             [s for s in running if s.phase is Phase.DECODE and s.tokens_left > 0], key=attrgetter("state_row")
         )
-        too_long = self._all_too_long([*pending, *decoding])
+        too_long = self._policy.all_too_long([*pending, *decoding])
         if pending and decoding and not self._policy.joint:
             if self._policy.fair and self._ran_prompts:
                 pending = {}
@@ -119,11 +119,6 @@ class Scheduler:
     def ended(self) -> None:
         """A sequence has left its state row."""
         self._num_ended += 1
-
-    def _all_too_long(self, sequences: Sequence[ActiveSequence]) -> bool:
-        """Whether a step of these sequences needs no drafter. It runs as long as any sequence has drafts of its; the
-        device lets the others have none of these."""
-        return self._policy.max_context is not None and all(map(self._policy.too_long, sequences))
 
     def _admitted(self, waiting: Sequence[ActiveSequence], free: Sequence[int], decodes: bool) -> list[Entry]:
         """The first sequences of the queue for which there are state rows and pages.
