@@ -91,6 +91,8 @@ ROWS = "rows"
 """The input of a step that names the row of the state of each of its sequences: int64 ``[b]``, -1 for no sequence."""
 ROW_INDEX = per_call("B", fill=-1)
 """The row index, until the pass ``index_rows`` lets a call run fewer sequences than there are."""
+MAX_DRAFTS = "max_drafts"
+"""The state int64 ``[B]`` of a drafter whose drafts take a row each: how many of a sequence a packed step makes."""
 CONFIDENCE = "confidence"
 """The state float32 ``[B, K]`` of a drafter that estimates whether its drafts will be accepted: the probability of each
 draft in the next window, if those before it are accepted."""

@@ -17,7 +17,7 @@ from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import calls, constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
-from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer
+from specgraph.kernels.state import MAX_DRAFTS, ROW_INDEX, ROWS, Buffer
 from specgraph.passes.base import Pass, PassResult, check_option_rule
 from specgraph.passes.common.patterns import insert, items
 
@@ -132,6 +132,8 @@ class InsertVerify(Pass, requires={"kv_cache", "draft"}, ensures={"verify"}, inv
         program.set_output(emitted, num_emitted, program.one("logprobs"), program.one("bad"))
         start, *rows, limit, ends = map(program.input, ("start", "num_rows", "num_forced", "max_length", "eos_ids"))
         given = program.placeholder("next_window", window), start, *rows, emitted, num_emitted, drafts, limit, ends
+        if MAX_DRAFTS in program.inputs:
+            given = *given, program.input(MAX_DRAFTS)
         insert(program.graph.output_node(), step.advance_, given, name="advance")
         if self.max_context is not None:
             self._limit_context(program, start, num_emitted)

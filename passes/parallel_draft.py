@@ -22,6 +22,7 @@ from specgraph.ir.drafter import Mask
 from specgraph.ir.graphs import calls, constant, set_argument
 from specgraph.ir.program import Program
 from specgraph.kernels import step
+from specgraph.kernels.state import MAX_DRAFTS, Buffer
 from specgraph.passes.base import Pass, PassResult
 from specgraph.passes.common.patterns import items
 from specgraph.passes.insert_recurrent_state import has_recurrent_state
@@ -73,13 +74,14 @@ class ParallelDraft(Pass, requires={"draft"}, redrafts=True):
         """Add ``count`` mask rows to the inputs of the first call."""
         inputs: dict[str, Any] = dict(first.kwargs)
         graph, mask_hidden = program.graph, None
+        limit = program.placeholder(MAX_DRAFTS, Buffer(("B",), fill=count + 1))
         with graph.inserting_before(first):
             if mask.hidden is not None:
                 program.modules["mask_hidden"] = constant(mask.hidden, "mask_hidden")
                 mask_hidden = program.call("mask_hidden")
             rows = program.call(
                 step.expand_draft_inputs, inputs["tokens"], inputs["num_rows"], inputs.get("hidden"), mask_hidden,
-                mask_token_id=mask.token_id, count=count, name="expanded",
+                limit, mask_token_id=mask.token_id, count=count, name="expanded",
             )  # fmt: skip
             names = ("tokens", "num_rows", "hidden") if "hidden" in inputs else ("tokens", "num_rows")
             inputs |= zip(names, items(first, rows, [f"expanded_{name}" for name in names]), strict=True)

@@ -548,7 +548,8 @@ def _changed_masks(**changed: Callable[[Any], Any]) -> Callable[[Program], int]:
 
     def plant(program: Program) -> int:
         (node,) = calls(program.graph, step.expand_draft_inputs)
-        arguments = dict(zip(("tokens", "num_rows", "hidden", "mask_hidden"), node.args, strict=True)) | node.kwargs
+        names = ("tokens", "num_rows", "hidden", "mask_hidden", "max_drafts")
+        arguments = dict(zip(names, node.args, strict=True)) | node.kwargs
         with program.graph.inserting_before(node):
             node.args, node.kwargs = (), arguments | {name: make(arguments[name]) for name, make in changed.items()}
         return 1

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specgraph.kernels.attention.arguments import PADDING_SLOT, PagedAttention
@@ -38,6 +37,5 @@ def attend_packed(given: PagedAttention, attend: Callable[[PagedAttention], Tens
     if given.cos is not None and given.sin is not None:
         new |= {"cos": grid(given.cos), "sin": grid(given.sin)}
     out = attend(dataclasses.replace(given, **new, cu_seqlens=None))
-    capacity = torch.empty(given.q.shape[2], device=starts.device)
-    _, source = packed_places_reference(PackedPlaces(counts, capacity, width, 0))
+    _, source = packed_places_reference(PackedPlaces(counts, given.q.shape[2], width))
     return pack_rows_reference(PackRows(out, source, 0))

@@ -37,9 +37,8 @@ class PackedPlaces:
     """Where packed rows lie: ``cu_seqlens`` and ``source``, see :func:`packed_places`."""
 
     num_rows: Tensor
-    capacity: Tensor
+    room: int
     width: int
-    extra: int
 
 
 @dataclass(slots=True)
@@ -75,24 +74,30 @@ class TakePackedRows:
     width: int | None = None
 
 
-def packed_places(num_rows: Tensor, capacity: Tensor, grid: Tensor, extra: int = 0) -> tuple[Tensor, Tensor]:
+def packed_places(
+    num_rows: Tensor, capacity: Tensor, grid: Tensor | int, extra: int = 0, *, limited: bool = False
+) -> tuple[Tensor, Tensor]:
     """Where the real rows of a grid lie when they are packed: ``cu_seqlens`` ``[B + 2]`` and ``source`` ``[R]``.
 
     Args:
         num_rows: int64 ``[B]``, the real rows of each sequence.
         capacity: ``[R]``; its length is the number of packed rows that there is room for. Rows beyond it are left out.
-        grid: ``[B, W, ...]``, any values of the grid, which give its width.
+        grid: ``[B, W, ...]``, any values of the grid, which give its width; or the width.
         extra: the room for further rows of every sequence, so that there is room for ``R + B * extra`` in all.
+        limited: the further rows of all sequences are ``R`` at most, and there is no more room than for the whole grid.
     """
-    return torch.ops.specgraph.packed_places(num_rows, capacity, grid.shape[1], extra)
+    batch, width, room = num_rows.shape[0], grid if isinstance(grid, int) else grid.shape[1], capacity.shape[0]
+    further = batch * extra
+    room = min(room + min(further, room), batch * width) if limited else room + further
+    return torch.ops.specgraph.packed_places(num_rows, room, width)
 
 
-def unpack_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor) -> Tensor:
+def unpack_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor | int) -> Tensor:
     """The grid ``[B, W, ...]`` of packed rows ``values`` ``[1, R, ...]``, with 0 where there is padding.
 
-    ``grid`` ``[B, W, ...]`` gives the width.
+    ``grid`` ``[B, W, ...]`` gives the width, or is the width.
     """
-    return torch.ops.specgraph.unpack_rows(values, cu_seqlens, grid.shape[1])
+    return torch.ops.specgraph.unpack_rows(values, cu_seqlens, grid if isinstance(grid, int) else grid.shape[1])
 
 
 def needed_packed_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor, num_forced: Tensor, count: int) -> Tensor:
@@ -104,10 +109,15 @@ def needed_packed_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor, num_for
     return take_packed_rows(values, cu_seqlens, num_forced, min(count, width), width)
 
 
+def num_needed(num_rows: Tensor, num_forced: Tensor, grid: Tensor, needed: Tensor) -> Tensor:
+    """How many of the rows ``[B, C, H]`` that :func:`needed_packed_rows` gives of ``grid`` are real: int64 ``[B]``."""
+    return num_rows - num_forced.clamp(max=grid.shape[1] - needed.shape[1])
+
+
 def packed_places_reference(given: PackedPlaces) -> tuple[Tensor, Tensor]:
     """:class:`PackedPlaces` in plain PyTorch."""
     counts, width = given.num_rows.clamp(0, given.width), given.width
-    capacity = _capacity(given)
+    capacity = given.room
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 1)).clamp_max(capacity)
     starts[-1] = capacity
     row = torch.arange(capacity, device=starts.device)
@@ -253,14 +263,10 @@ def _copy_rows(kernel: Any, result: Tensor, values: Tensor, *places: Tensor | in
     )
 
 
-def _capacity(given: PackedPlaces) -> int:
-    return given.capacity.shape[0] + given.num_rows.shape[0] * given.extra
-
-
 def _packed_places_fake(given: PackedPlaces) -> tuple[Tensor, Tensor]:
     num_rows = given.num_rows
-    check_shapes(given, num_rows="B", capacity="R")
-    return num_rows.new_empty(num_rows.shape[0] + 2), num_rows.new_empty(_capacity(given))
+    check_shapes(given, num_rows="B")
+    return num_rows.new_empty(num_rows.shape[0] + 2), num_rows.new_empty(given.room)
 
 
 def _pack_rows_fake(given: PackRows) -> Tensor:

@@ -1,6 +1,7 @@
 """The functions from which step graphs are built, and the packing of a step's results."""
 
 from specgraph.kernels.attention.packing import needed_packed_rows as needed_packed_rows
+from specgraph.kernels.attention.packing import num_needed as num_needed
 from specgraph.kernels.attention.packing import pack_rows as pack_rows
 from specgraph.kernels.attention.packing import packed_places as packed_places
 from specgraph.kernels.attention.packing import take_packed_rows as take_packed_rows

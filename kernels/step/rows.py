@@ -72,19 +72,22 @@ class ExpandDraftInputs:
         num_rows: int64 ``[B]``.
         hidden: ``[B, T, H]``: the hidden states of these rows, or None.
         mask_hidden: ``[H]``: the hidden state of a mask row, or None.
+        max_drafts: int64 ``[B]``: how many drafts each sequence is to have at most, of which a mask row gives one and
+            its last real row another; None: all.
         mask_token_id: the token of a mask row.
-        count: the number of mask rows.
+        count: the most mask rows of a sequence.
 
     Returns:
         tokens ``[B, T + count]``, the number of rows that are now real ``[B]`` (an inactive sequence still has none),
-        and hidden states ``[B, T + count, H]``, which are empty where there are none. The mask rows directly follow the
-        real ones, so that their positions are also counted from the first row.
+        hidden states ``[B, T + count, H]``, which are empty where there are none, and the number of drafts ``[B]``. The
+        mask rows directly follow the real ones, so that their positions are also counted from the first row.
     """
 
     tokens: Tensor
     num_rows: Tensor
     hidden: Tensor | None
     mask_hidden: Tensor | None
+    max_drafts: Tensor | None = None
     _: KW_ONLY
     mask_token_id: int
     count: int
@@ -137,18 +140,22 @@ def consecutive_rows_reference(given: ConsecutiveRows) -> Tensor:
     return values.gather(1, index.unsqueeze(2).expand(-1, -1, values.shape[2]))
 
 
-def expand_draft_inputs_reference(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor]:
+def expand_draft_inputs_reference(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:class:`ExpandDraftInputs` in plain PyTorch."""
     count, hidden = given.count, given.hidden
     row = torch.arange(given.tokens.shape[1] + count, device=given.tokens.device)
     end = given.num_rows.unsqueeze(1)
-    masked = (row >= end) & (row < end + count)
+    drafts = torch.where(given.num_rows > 0, count + 1, 0)
+    if given.max_drafts is not None:
+        drafts = torch.minimum(drafts, given.max_drafts).clamp_min(0)
+    masks = (drafts - 1).clamp_min(0)
+    masked = (row >= end) & (row < end + masks.unsqueeze(1))
     tokens = torch.where(masked, given.mask_token_id, torch.nn.functional.pad(given.tokens, (0, count)))
-    rows = torch.where(given.num_rows > 0, given.num_rows + count, 0)
+    rows = given.num_rows + masks
     if hidden is None or given.mask_hidden is None:
-        return tokens, rows, torch.empty(0, device=tokens.device)
+        return tokens, rows, torch.empty(0, device=tokens.device), drafts
     padded = torch.nn.functional.pad(hidden, (0, 0, 0, count))
-    return tokens, rows, torch.where(masked.unsqueeze(2), given.mask_hidden.to(hidden.dtype), padded)
+    return tokens, rows, torch.where(masked.unsqueeze(2), given.mask_hidden.to(hidden.dtype), padded), drafts
 
 
 @triton.jit
@@ -184,16 +191,21 @@ def _consecutive_rows_kernel(
 
 @triton.jit
 def _expand_draft_inputs_kernel(
-    out_tokens, out_rows, out_hidden, tokens, num_rows, hidden, mask_hidden, length, width, outer, inner, mask_token,
-    COUNT: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    out_tokens, out_rows, out_hidden, out_drafts, tokens, num_rows, hidden, mask_hidden, max_drafts, length, width,
+    outer, inner, mask_token,
+    COUNT: tl.constexpr, HIDDEN: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """Write a part of one row of the expanded input. The grid is (B * (T + count), blocks of features)."""
     gdc_wait(PDL)
     total = length + COUNT
     b, row = (tl.program_id(0) // total).to(tl.int64), tl.program_id(0) % total
-    # ---- a mask row in the rows num_rows .. num_rows + COUNT - 1, and what is there in all others: [BLOCK]
+    # ---- a mask row in the rows num_rows .. num_rows + masks - 1, and what is there in all others: [BLOCK]
     end = tl.load(num_rows + b)
-    masked = (row >= end) & (row < end + COUNT)
+    drafts = tl.where(end > 0, COUNT + 1, 0)
+    if LIMITED:
+        drafts = tl.maximum(tl.minimum(tl.load(max_drafts + b), drafts), 0)
+    masks = tl.maximum(drafts - 1, 0)
+    masked = (row >= end) & (row < end + masks)
     token = tl.load(tokens + b * length + row, mask=row < length, other=0)
     place = tl.program_id(0).to(tl.int64)
     if HIDDEN:
@@ -204,7 +216,8 @@ def _expand_draft_inputs_kernel(
         tl.store(out_hidden + place * width + column, tl.where(masked, mask, own), mask=inside)
     if tl.program_id(1) == 0:
         tl.store(out_tokens + place, tl.where(masked, mask_token, token))
-        tl.store(out_rows + b, tl.where(end > 0, end + COUNT, 0), mask=row == 0)
+        tl.store(out_rows + b, end + masks, mask=row == 0)
+        tl.store(out_drafts + b, drafts, mask=row == 0)
 
 
 @triton.jit
@@ -265,13 +278,15 @@ def consecutive_rows_triton(given: ConsecutiveRows) -> Tensor:
     return taken
 
 
-def expand_draft_inputs_triton(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor]:
+def expand_draft_inputs_triton(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:class:`ExpandDraftInputs` in one kernel."""
     outputs = _expand_draft_inputs_fake(given)
     tokens, hidden, mask_hidden, count = given.tokens, given.hidden, given.mask_hidden, given.count
     batch, length = tokens.shape
+    limit = given.num_rows if given.max_drafts is None else given.max_drafts
     if outputs[0].numel() == 0:
         outputs[1].zero_()
+        outputs[3].zero_()
         return outputs
     both = hidden is not None and mask_hidden is not None
     if hidden is None or mask_hidden is None:
@@ -283,8 +298,9 @@ def expand_draft_inputs_triton(given: ExpandDraftInputs) -> tuple[Tensor, Tensor
     block = block_size(width, _BLOCK)
     launch(
         _expand_draft_inputs_kernel, (batch * (length + count), triton.cdiv(width, block)), *outputs,
-        *contiguous(given, "tokens", "num_rows"), hidden, mask_hidden.contiguous(), length, width, outer, inner,
-        given.mask_token_id, COUNT=count, HIDDEN=both, BLOCK=block, num_warps=4,
+        *contiguous(given, "tokens", "num_rows"), hidden, mask_hidden.contiguous(), limit.contiguous(), length, width,
+        outer, inner, given.mask_token_id, COUNT=count, HIDDEN=both, LIMITED=given.max_drafts is not None, BLOCK=block,
+        num_warps=4,
     )
     return outputs
 
@@ -308,14 +324,14 @@ def _consecutive_rows_fake(given: ConsecutiveRows) -> Tensor:
     return values.new_empty(values.shape[0], count, values.shape[2])
 
 
-def _expand_draft_inputs_fake(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _expand_draft_inputs_fake(given: ExpandDraftInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, hidden, mask_hidden = given.tokens, given.hidden, given.mask_hidden
-    check_shapes(given, tokens="B T", num_rows="B", hidden="B T H", mask_hidden="H")
+    check_shapes(given, tokens="B T", num_rows="B", hidden="B T H", mask_hidden="H", max_drafts="B")
     batch, length = tokens.shape[0], tokens.shape[1] + given.count
-    out, rows = tokens.new_empty(batch, length), given.num_rows.new_empty(batch)
+    out, rows, drafts = tokens.new_empty(batch, length), tokens.new_empty(batch), tokens.new_empty(batch)
     if hidden is None or mask_hidden is None:
-        return out, rows, torch.empty(0, device=tokens.device)
-    return out, rows, hidden.new_empty(batch, length, hidden.shape[2])
+        return out, rows, torch.empty(0, device=tokens.device), drafts
+    return out, rows, hidden.new_empty(batch, length, hidden.shape[2]), drafts
 
 
 consecutive_positions = declare(

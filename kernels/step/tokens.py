@@ -30,7 +30,7 @@ class Advance:
     most ``K`` columns in all, and -1 where there is no draft; there is none in columns that are not given).
     ``num_rows`` becomes the number of its real rows. It is limited such that no token gets a position at ``max_length``
     or beyond, and is 0 for a sequence that met an EOS. Sequences that emitted nothing keep their window and position.
-    A sequence of more than ``max_context`` tokens has no drafts.
+    A sequence of more than ``max_context`` tokens has no drafts, and others have ``max_drafts`` ``[B]`` at most.
     """
 
     next_window: Tensor
@@ -42,6 +42,7 @@ class Advance:
     drafts: list[Tensor]
     max_length: Tensor
     eos_ids: Tensor
+    max_drafts: Tensor | None = None
     max_context: int | None = None
 
 
@@ -87,6 +88,8 @@ def advance_reference(given: Advance) -> None:
     proposed = (window[:, 1:] >= 0).long().cumprod(1).sum(1)
     if given.max_context is not None:
         proposed = torch.where(end < given.max_context, proposed, 0)
+    if given.max_drafts is not None:
+        proposed = torch.minimum(proposed, given.max_drafts)
     rows = torch.minimum(proposed + 1, given.max_length - 1 - end).clamp_min(0)
     given.next_window.copy_(torch.where(active.unsqueeze(1), window.clamp_min(0), given.next_window))
     given.num_rows.copy_(torch.where(active & ~ended, rows, 0))
@@ -101,6 +104,7 @@ def advance_cpu(given: Advance) -> None:
     drafts = [part.tolist() for part in given.drafts]
     missing = [-1] * (given.next_window.shape[1] - 1 - sum(part.shape[1] for part in given.drafts))
     columns = given.emitted.tolist(), given.num_emitted.tolist(), given.num_forced.tolist(), given.max_length.tolist()
+    limits = None if given.max_drafts is None else given.max_drafts.tolist()
     for b, (emitted, count, forced, longest) in enumerate(zip(*columns, strict=True)):
         if count <= 0:
             continue
@@ -111,6 +115,8 @@ def advance_cpu(given: Advance) -> None:
             until_none = next((index for index, token in enumerate(proposed) if token < 0), len(proposed))
             if given.max_context is not None and starts[b] >= given.max_context:
                 until_none = 0
+            if limits is not None:
+                until_none = min(until_none, limits[b])
             rows[b] = max(0, min(until_none + 1, longest - 1 - starts[b]))
     for buffer, values in ((given.next_window, windows), (given.start, starts), (given.num_rows, rows)):
         buffer.copy_(buffer.new_tensor(values))
@@ -148,9 +154,10 @@ def cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _advance_kernel(
-    next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids, width, count,
-    max_context,
-    NUM_EOS: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids, max_drafts, width,
+    count, max_context,
+    NUM_EOS: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One sequence per program."""
     gdc_wait(PDL)
@@ -169,6 +176,8 @@ def _advance_kernel(
     # ---- num_rows = 1 + the drafts up to the first -1, as far as max_length leaves room; none behind max_context
     proposed = tl.min(tl.where(draft < 0, k, BLOCK), axis=0)
     proposed = tl.where(end < max_context, proposed, 0)
+    if LIMITED:
+        proposed = tl.minimum(proposed, tl.load(max_drafts + b))
     rows = tl.maximum(tl.minimum(proposed + 1, tl.load(max_length + b) - 1 - end), 0)
     active = accepted > 0
     gdc_launch_dependents(PDL)
@@ -189,10 +198,11 @@ def advance_triton(given: Advance) -> None:
     # There is one warp, since a second one could read values that the first one has already replaced.
     launch(
         _advance_kernel, (batch,), *state, *contiguous(given, "emitted", "num_emitted"), drafts,
-        *contiguous(given, "max_length", "eos_ids"), given.emitted.shape[1], count,
+        *contiguous(given, "max_length", "eos_ids"),
+        given.max_length if given.max_drafts is None else given.max_drafts.contiguous(), given.emitted.shape[1], count,
         _NO_LIMIT if given.max_context is None else given.max_context,
-        NUM_EOS=given.eos_ids.shape[1], WIDTHS=widths, STRIDES=strides, BLOCK=triton.next_power_of_2(count + 1),
-        num_warps=1,
+        NUM_EOS=given.eos_ids.shape[1], WIDTHS=widths, STRIDES=strides, LIMITED=given.max_drafts is not None,
+        BLOCK=triton.next_power_of_2(count + 1), num_warps=1,
     )
 
 
@@ -209,7 +219,7 @@ def _advance_fake(given: Advance) -> None:
         window.dim() == 2 and len(window) == batch and window.shape[1] > count,
         lambda: f"next_window must be [B, K + 1] with B = {batch} and K of at least {count}, not {list(window.shape)}",
     )
-    vectors = ("start", "num_rows", "num_forced", "num_emitted", "max_length")
+    vectors = ("start", "num_rows", "num_forced", "num_emitted", "max_length", "max_drafts")
     check_shapes(given, emitted="B T", eos_ids="B E", drafts="B *", **dict.fromkeys(vectors, "B"))
 
 

@@ -6,6 +6,10 @@ whole network. So this pass puts in front of every module call what packs its ro
 (:mod:`specgraph.kernels.attention.packing`), and behind it what unpacks them again, or what takes the rows that are
 needed. Where what one module returns is unpacked and packed again for the next one, both are left out.
 
+Of heads, which turn hidden states into logits, the rows are packed whose logits somebody reads: behind prompts, those
+whose next token is unknown, and of a drafter that makes all drafts in one call, as many as the sequence is to have
+(:data:`~specgraph.kernels.state.MAX_DRAFTS`). Their logits are unpacked again.
+
 Rows influence each other only through ops that read the cache, and these know the packed layout (``cu_seqlens``).
 A module in which another op reads pages, or that calls a function of somebody's own, runs the grid as before. So does
 one whose rows are not known to be a few more than those of the window at most. The report says which, and why.
@@ -25,13 +29,13 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from specgraph.errors import VerificationError
-from specgraph.ir.graphs import calls, copy_module
+from specgraph.ir.graphs import arguments, calls, copy_module
 from specgraph.ir.linear import describe
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import LAYOUT, columns_beyond, propagate
 from specgraph.kernels import step
 from specgraph.kernels.ops import find
-from specgraph.kernels.state import per_call
+from specgraph.kernels.state import MAX_DRAFTS, per_call
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.common.patterns import Mismatch, insert, items
 from specgraph.specialise.index_rows import gathered
@@ -40,6 +44,8 @@ SUFFIX = "_packed"
 """What the name of a module that runs packed rows has more than that of the one that runs a grid."""
 CAPACITY = "capacity"
 """The input ``[R]`` that says how many packed rows there is room for."""
+DRAFT_SOURCE = "draft_source"
+"""The input of a module that computes logits of several drafts: where its rows of drafts lie that are wanted."""
 COUNTING = (step.finalize_step, step.expand_draft_inputs, step.rerun)
 """Functions that say how many rows of a grid are real: those that a step has accepted, which are no more than the real
 rows of the window, and as many further ones as the grid has further columns."""
@@ -85,6 +91,7 @@ def _pack_calls(program: Program, refused: Mapping[str, str]) -> PassResult:
         except Mismatch as reason:
             misses.append(NearMiss(call.name, str(reason)))
     _take_from_packed(program)
+    _pack_heads(program, packer.capacity)
     _drop_uncalled(program)
     grids = [node.name for node in calls(program.graph, step.unpack_rows)]
     notes = (f"{found} calls run packed rows", *([f"unpacked again: {', '.join(grids)}"] if grids else []))
@@ -134,6 +141,7 @@ class _Packer:
         module = f"{call.target}{SUFFIX}"
         if module not in self.program.modules:
             self.program.modules[module] = packed_module(self.program.modules.unchanged[str(call.target)], grids)
+            self._pack_drafts(module)
             if call.target in self.program.compiled and self.program.target.device.type != "cpu":
                 self.program.compiled |= {module}  # on a CPU, prompts run through modules as they are
         names = self.program.inputs_of(module)
@@ -143,9 +151,31 @@ class _Packer:
                 own["slots"] = self._slots(call, given, packing)
             if "cu_seqlens" in names:
                 own["cu_seqlens"] = packing.cu_seqlens
+            if DRAFT_SOURCE in names:
+                cu_drafts, own[DRAFT_SOURCE], count = self._draft_places(call, module)
             new = self.program.graph.create_node("call_module", module, (), own)
         self._replace(call, new, packing)
+        if DRAFT_SOURCE in names:
+            _unpack(new, cu_drafts, count)
         return True
+
+    def _pack_drafts(self, module: str) -> None:
+        """Let a module that computes the logits of several drafts pack their rows first."""
+        graph = self.program.modules[module].graph
+        for rows in calls(graph, step.take_packed_rows) if MAX_DRAFTS in self.program.inputs else ():
+            with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
+                source = graph.placeholder(DRAFT_SOURCE)
+            packed = insert(rows.next, step.pack_rows, (rows, source))
+            rows.replace_all_uses_with(packed, lambda user, packed=packed: user is not packed)  # type: ignore[misc]
+        self.program.modules[module].recompile()
+
+    def _draft_places(self, call: fx.Node, module: str) -> tuple[fx.Node, fx.Node, int]:
+        """Of the drafts that a module computes the logits of: ``cu_seqlens``, the source, and how many there can be."""
+        (rows,) = calls(self.program.modules.unchanged[module].graph, step.take_packed_rows)
+        count = arguments(rows)["count"]
+        (expanded,) = calls(self.program.graph, step.expand_draft_inputs)
+        drafts = insert(call, operator.getitem, (expanded, 3), name="num_drafts")
+        return *_room(call, drafts, self.capacity, count), count
 
     def _arguments(self, call: fx.Node) -> dict[str, Any]:
         names = self.program.inputs_of(str(call.target))
@@ -186,7 +216,9 @@ class _Packer:
         return num_rows if extra else window_rows
 
     def _places(self, counts: fx.Node, grid: fx.Node, extra: int, call: fx.Node) -> _Packing:
-        options = {"extra": extra} if extra else None
+        options: dict[str, Any] = {"extra": extra} if extra else {}
+        if any(node.target is step.expand_draft_inputs for node in counts.all_input_nodes):
+            options["limited"] = True
         places = insert(call, step.packed_places, (counts, self.capacity, grid), options, "places")
         return _Packing(grid, *items(call, places, ("cu_seqlens", "source")))
 
@@ -294,6 +326,34 @@ def _across_rows(graph: fx.Graph) -> Iterator[fx.Node]:
             raise Mismatch(f"{node.name} reads pages and takes no packed rows")
         elif isinstance(node.target, FunctionType) and describe(node) is None:
             raise Mismatch(f"{node.name} calls {node.target.__name__}, which may look at several rows")
+
+
+def _room(before: fx.Node, counts: fx.Node, capacity: fx.Node, grid: fx.Node | int) -> tuple[fx.Node, fx.Node]:
+    """``cu_seqlens`` and source of so many rows of each sequence, which are no more than the packed rows of a step."""
+    places = insert(before, step.packed_places, (counts, capacity, grid), {"limited": True}, "places")
+    cu_seqlens, source = items(before, places, ("cu_seqlens", "source"))
+    return cu_seqlens, source
+
+
+def _unpack(call: fx.Node, cu_seqlens: fx.Node, grid: fx.Node | int) -> fx.Node:
+    """Let all that reads packed rows read the grid of them."""
+    unpacked = insert(call.next, step.unpack_rows, (call, cu_seqlens, grid))
+    call.replace_all_uses_with(unpacked, lambda user: user is not unpacked)
+    name, call.name = call.name, f"packed_{call.name}"
+    unpacked.name = name
+    return unpacked
+
+
+def _pack_heads(program: Program, capacity: fx.Node) -> None:
+    """Let heads run the rows alone whose next token is unknown."""
+    for needed in calls(program.graph, step.needed_packed_rows):
+        _, _, grid, num_forced, count = needed.args
+        for head in [user for user in needed.users if user.op == "call_module" and count != 1]:
+            if not any(_across_rows(program.modules.unchanged[str(head.target)].graph)):
+                counts = insert(head, step.num_needed, (gathered(program, "num_rows"), num_forced, grid, needed))
+                cu_seqlens, source = _room(head, counts, capacity, needed)
+                head.replace_input_with(needed, insert(head, step.pack_rows, (needed, source)))
+                _unpack(head, cu_seqlens, needed).meta["role"] = head.meta.pop("role", None)
 
 
 def _take_from_packed(program: Program) -> None:

@@ -104,12 +104,28 @@ def _make_fewer(program: Program, count: int) -> str:
         return f"all {most} drafts"
     for node in calls(program.graph, step.needed_rows):
         set_argument(node, "count", count + 1)
+    _drop_masks(program, count)
     (advance,) = calls(program.graph, step.advance_)
     set_argument(advance, "drafts", _first(program, advance, arguments(advance)["drafts"], count))
     _forget(program, count)
     gone = _sweep(program, count, () if count else ABOUT_DRAFTS)
     trimmed = "".join(f"; of {name} what it writes" for name in _drop_results(program))
     return f"{count} of {most} drafts; {gone.count('draft')} draft calls left out{trimmed}"
+
+
+def _drop_masks(program: Program, count: int) -> None:
+    """Let a call that makes all drafts have mask rows for the first ``count`` alone, on which others have no influence.
+
+    What Inductor has compiled stays as it is, since it would be compiled once more for every number.
+    """
+    for expanded in calls(program.graph, step.expand_draft_inputs):
+        called = {user for item in expanded.users for user in item.users if user.op == "call_module"}
+        if program.compiled.isdisjoint(str(call.target) for call in called):
+            set_argument(expanded, "count", max(count, 1) - 1)
+            for name in {str(call.target) for call in called}:
+                (rows,) = calls(program.modules[name].graph, step.take_rows)
+                set_argument(rows, "count", max(count, 1))
+                program.modules[name].recompile()
 
 
 def _leave_drafter_out(program: Program) -> None:

@@ -11,6 +11,7 @@ from torch import fx
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import UnknownStageError
 from specgraph.ir.program import Program
+from specgraph.kernels.state import MAX_DRAFTS
 from specgraph.passes.base import Pass
 from specgraph.passes.insert_processors import OPTIONS
 from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
@@ -65,7 +66,8 @@ class StepCache:
     def _passes(self, mode: Mode) -> Iterator[Pass]:
         if "processors" in self._program.facts and not OPTIONS.keys() <= {*mode.unused}:
             yield ProcessDrafts()
-        yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts, mode.plain)
+        unused = mode.unused if mode.packed else (*mode.unused, MAX_DRAFTS)  # of packed rows, sequences have their own
+        yield SpecialiseStep(mode.logprobs, unused, mode.drafts, mode.plain)
         if mode.traced:
             yield TraceStep(mode.unused)
         if mode.completed:

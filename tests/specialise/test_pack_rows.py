@@ -56,9 +56,8 @@ def test_the_target_runs_packed_rows_and_only_needed_ones_are_taken_from_them() 
 
 def test_what_a_draft_model_reads_is_packed_with_room_for_a_row_more_of_each() -> None:
     program, result = packed(built("draft_model", *WHOLE))
-    assert result.matches == 2 and len(list(calls(program.graph, step.packed_places))) == 2
-    (own,) = (node for node in calls(program.graph, step.packed_places) if node.kwargs)
-    assert own.kwargs == {"extra": 1}
+    places = [node.kwargs for node in calls(program.graph, step.packed_places)]
+    assert result.matches == 2 and places == [{}, {"limited": True}, {"extra": 1}]
     # A chained call drafts for one row of each sequence, which is no grid.
     assert [n.target for n in program.graph.find_nodes(op="call_module") if "draft" in n.target] == [
         "draft_packed", "draft", "draft",
@@ -113,6 +112,27 @@ def test_a_step_over_prompts_and_drafts_is_the_same(name: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
         for key, value in kept.items():
             _close(own[key], value, key)
+
+
+@pytest.mark.parametrize("name", ["pard", "peagle"])
+def test_a_sequence_makes_as_many_drafts_as_it_is_to_have(name: str) -> None:
+    """They are the first ones of those that it would make, and take no more rows than that."""
+    program = decoder(name, None, "llama", "strict", 3, max_length=64).stages["index_rows"]
+    wanted = torch.tensor([0, 2, 1, 3])
+    state = allocate(program, {"B": 4, "M": 8, "N": 32, "S": 64, "E": 1, "R": 1}, torch.device("cpu"))
+    state["block_table"].copy_(torch.arange(32).view(4, 8))
+    state["max_length"].fill_(30)
+    state["eos_ids"].fill_(-1)
+    state["num_rows"].fill_(1)
+    window = torch.randint(0, VOCAB, (4, 4), generator=torch.Generator().manual_seed(2))
+    after, _ = packed(program)
+    _, every = outcome(after, state, window, 12)
+    _, own = outcome(after, state | {"max_drafts": wanted}, window, 6)
+    assert every["num_rows"].tolist() == [4] * 4 and own["num_rows"].tolist() == (wanted + 1).tolist()
+    real = torch.arange(4) <= wanted.unsqueeze(1)
+    assert torch.equal(own["next_window"][real], every["next_window"][real])
+    for cache, other in zip(own["draft_caches"], every["draft_caches"], strict=True):
+        _close(cache[0][::8], other[0][::8], "the first page of each sequence")
 
 
 def _close(found: Any, expected: Any, key: str) -> None:

@@ -55,6 +55,18 @@ def test_a_step_of_fewer_drafts_has_neither_the_calls_nor_the_draws_of_the_other
     assert body(made) == [line.replace("num_forced, 4)", "num_forced, 2)") for line in expected]
 
 
+@pytest.mark.parametrize(("drafts", "masks", "rows"), [(0, 0, 1), (2, 1, 2), (3, 2, 3)])
+def test_a_call_that_makes_all_drafts_has_mask_rows_for_those_that_are_made(drafts: int, masks: int, rows: int) -> None:
+    program = decoder("pard", None, "llama", "strict", 3).stages["index_rows"]
+    made, _ = fewer(program, drafts)
+    (expanded,) = calls(made.graph, step.expand_draft_inputs)
+    assert expanded.kwargs["count"] == masks
+    taken = [node.args[-1] for node in calls(made.modules.unchanged["draft"].graph, step.take_rows)]
+    assert taken == ([rows] if drafts else [])
+    (whole,) = calls(program.modules.unchanged["draft"].graph, step.take_rows)
+    assert whole.args[-1] == 3
+
+
 def test_without_drafts_the_draft_model_still_reads_what_was_accepted() -> None:
     made, note = fewer(small(), 0)
     assert called(made) == ["draft"] and not [*calls(made.graph, step.propose_)]

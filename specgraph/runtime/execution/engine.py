@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from specgraph.errors import BusyError, InputError
-from specgraph.kernels.state import FIRST_HIDDEN
+from specgraph.kernels.state import FIRST_HIDDEN, MAX_DRAFTS
 from specgraph.kernels.step.tokens import NAN_FOUND
 from specgraph.runtime.execution.pause import Pause, Paused
 from specgraph.runtime.execution.results import DraftTraceView
@@ -204,7 +204,7 @@ class Engine:
         worth = self._policy.worth
         packed, drafts = plan.packed, plan.choice.drafts
         ahead = worth is not None and worth.ahead and (self._policy.looks_up or not plan.plain)
-        if ahead and (packed or self._asked.traced):
+        if (packed and (ahead or MAX_DRAFTS in self._runner.state)) or (ahead and self._asked.traced):
             drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
         paused, plain = bool(plan.hosted), plan.plain
         completed = FIRST_HIDDEN in self._runner.state and not plan.prompts
@@ -227,7 +227,7 @@ class Engine:
             return step
         worth.stop([sequence.state_row for sequence in plan.decoding if self._policy.undrafted(sequence)])
         rows, kind = [sequence.state_row for sequence in plan.sequences], self._kind(plan.sequences)
-        noted = worth.enqueued(kind, rows, len(plan.prompts), step.results.width - 1, plan.choice.each)
+        noted = worth.enqueued(kind, rows, len(plan.prompts), step.drafts, plan.choice.each)
         return dataclasses.replace(step, noted=noted)
 
     def _enqueue_decoding(self, plan: Plan) -> InFlightStep:
@@ -278,11 +278,11 @@ class Engine:
         return Pause([Paused(n, s.request, s.new_tokens, known, given) for n, s, known, given in parts])
 
     def _enqueue_packed(self, plan: Plan) -> InFlightStep:
-        width = self._width if plan.choice.drafts is None else plan.choice.drafts + 1
+        drafts = self._width - 1 if plan.choice.drafts is None else plan.choice.drafts
         parts = [(s.state_row, s.prompt, count) for s, count in plan.prompts.items()]
         num_rows = plan.choice.num_rows(len(plan.decoding), self._width - 1)
         decoding = dict(zip([s.state_row for s in plan.decoding], num_rows, strict=True))
-        chunk = prompt_window(parts, decoding, self._width if parts else width)
+        chunk = prompt_window(parts, decoding, self._width if parts else self._runner.width)
         pause = self._pause(plan, chunk.forced)
         results = self._runner.wide(chunk, pause)
         reached = [(self._running[row], boundary) for row, boundary in chunk.reached]
@@ -293,7 +293,7 @@ class Engine:
                 sequence.phase = Phase.DECODE
                 sequence.tokens_left = sequence.request.limit - sequence.request.prompt.numel() - 1
                 self.pages.offer(sequence.reserved, sequence.request.prompt)
-        return InFlightStep(results, plan, chunk.forced, chunk.num_tokens, pause, width - 1)
+        return InFlightStep(results, plan, chunk.forced, chunk.num_tokens, pause, drafts)
 
     def _take_ended(self) -> list[Output]:
         """The ends of sequences without a step: of those that have no room for a token, and of those that are to be

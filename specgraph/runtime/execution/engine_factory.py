@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from specgraph.config import Config
 from specgraph.drafters.base import chooses_drafts
 from specgraph.ir.program import Program
+from specgraph.kernels.state import MAX_DRAFTS
 from specgraph.kernels.verify import LOSSLESS_RULES
 from specgraph.runtime.execution.engine import Engine
 from specgraph.runtime.execution.pause import HostTime
@@ -152,8 +153,8 @@ class EngineFactory:
             return None
         if not self._sees_drafts:
             # On a CPU, packed rows run through modules that are not compiled.
-            ragged = self.program.captured
-            return RecentAcceptance(num_state_rows, self._acceptance, self.costs, self.chosen, ragged=ragged)
+            kinds = {"ragged": self.program.captured, "limited": MAX_DRAFTS in self.program.inputs}
+            return RecentAcceptance(num_state_rows, self._acceptance, self.costs, self.chosen, **kinds)
         if drafter.least_survival:
             return Longest(self.chosen)
         return Worth(drafter.num_speculative_tokens, self.costs, self.chosen)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specgraph.ir.state import State
+from specgraph.kernels.state import MAX_DRAFTS
 from specgraph.kernels.step import gather_state, scatter_state_
 from specgraph.runtime.memory.state_rows import uploaded
 from specgraph.runtime.schedule.prefill import Chunk
@@ -38,7 +39,8 @@ def load_inputs(state: State, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
     ``inputs`` are those of a :class:`Chunk`, on the device. The result is the row index int64 ``[b]`` and the window
     int64 ``[b, W]``. An entry whose row is -1 is no sequence, and sets nothing. For one that decodes, counts and window
-    are what its last step has laid out, with no more rows than the chunk allows.
+    are what its last step has laid out, with no more rows than the chunk allows; and so many rows it is to have in its
+    next step, where a drafter makes no others.
     """
     rows, num_rows, num_forced = (column.contiguous() for column in inputs[:, :3].unbind(1))
     decodes, given = num_rows < 0, inputs[:, 3:]
@@ -46,6 +48,9 @@ def load_inputs(state: State, inputs: Tensor) -> tuple[Tensor, Tensor]:
     laid_out, *own = gather_state(rows, [state["next_window"], *counts], [0, 0, 0])
     at_most = [torch.minimum(own[0], -num_rows), own[1]]
     values = [torch.where(decodes, old, new) for old, new in zip(at_most, (num_rows, num_forced), strict=True)]
+    if MAX_DRAFTS in state:
+        counts.append(state[MAX_DRAFTS])
+        values.append(torch.where(decodes, -num_rows, laid_out.shape[1]) - 1)
     scatter_state_(rows, counts, values)
     padded = torch.nn.functional.pad(laid_out, (0, given.shape[1] - laid_out.shape[1]))
     return rows, torch.where(decodes.unsqueeze(1), padded, given)

@@ -20,7 +20,8 @@ class Chunk(NamedTuple):
         state_rows: those of the sequences whose prompts it runs, in order, and behind them of those that decode.
         forced: how many next tokens each of the first is given.
         num_tokens: the number of prompt tokens in it.
-        num_rows: the most rows that all of them have together.
+        num_rows: for how many rows of all of them together there is room. A prompt's part has as many as drafts behind
+            it have, if these are more.
         inputs: int64 ``[b, 3 + W]``, one line per sequence: its state row, its number of real rows, the number of next
             tokens that it is given, and its window. It is one tensor, so that one copy takes it to the device. A
             sequence that decodes has the rows that its last step has laid out, but ``n`` at most: its number is ``-n``.
@@ -96,6 +97,7 @@ def prompt_window(
     """
     known, decoding = [prompt.known(count) for _, prompt, count in parts], decoding or {}
     forced = [len(tokens) - 1 for tokens in known]
+    room = [max(count, columns - 1) for _, _, count in parts]
     columns = max([columns, *map(len, known)])
     inputs = np.zeros((len(parts) + len(decoding), 3 + columns), dtype=np.int64)
     for line, (row, _, count), tokens in zip(inputs, parts, known, strict=False):
@@ -105,7 +107,7 @@ def prompt_window(
     inputs[len(parts) :, 1] = [-count for count in decoding.values()]
     reached = [(row, boundary) for row, prompt, count in parts for boundary in prompt.advance(count)]
     rows, total = [row for row, _, _ in parts], sum(count for _, _, count in parts)
-    num_rows = total + sum(decoding.values())
+    num_rows = sum(room) + sum(decoding.values())
     return Chunk([*rows, *decoding], forced, total, num_rows, torch.from_numpy(inputs), reached)
 
 

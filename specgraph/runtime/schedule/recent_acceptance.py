@@ -7,7 +7,8 @@ the most tokens per second.
 
 A step has one K: so many drafts are made of every sequence. Where rows are dear, each sequence may verify fewer of them
 (``ragged``). The step then runs packed rows, for whose number a graph is captured, and these rows are for the drafts
-that are most probably accepted, whosever they are.
+that are most probably accepted, whosever they are. A drafter whose drafts take a row each makes no more of a sequence
+than that (``limited``), and its next step can verify no more; so K of such a step is the drafter's own.
 
 Where no draft is verified, none can be seen to be right. So after a time a few steps draft again.
 """
@@ -124,10 +125,10 @@ class RecentAcceptance(ChoosesDrafts):
 
     def __init__(
         self, num_state_rows: int, shared: SharedAcceptance, costs: StepCosts, chosen: Counter[int], *,
-        ragged: bool = False,
+        ragged: bool = False, limited: bool = False,
     ) -> None:  # fmt: skip
         """``shared`` and ``costs`` are those of all engines of a decoder. ``chosen`` counts the steps of each K."""
-        self._ragged = ragged
+        self._ragged, self._limited = ragged, limited
         most = len(shared.rates)
         self.choices = choices(most)
         self._costs, self._chosen = costs, chosen
@@ -174,6 +175,8 @@ class RecentAcceptance(ChoosesDrafts):
             option = Option(drafts, len(each) + sum(each))
         step = Enqueued(self._key(kind, len(rows)), option, index, verified)
         self._made[index] = drafts
+        if self._limited and each is not None:
+            self._made[index[num_prompts:]] = each
         return step
 
     def read(self, step: Enqueued, num_emitted: Sequence[int], seconds: float | None) -> None:
@@ -232,8 +235,8 @@ class RecentAcceptance(ChoosesDrafts):
         if not self._ragged:
             return
         # A step takes what its rows take, and for each further draft a part of what one costs that is verified, too.
-        making = max(0.0, MAKING * float((np.diff(seconds) / np.diff(widths)).min()))
-        for k in self.choices[1:]:
+        making = 0.0 if self._limited else max(0.0, MAKING * float((np.diff(seconds) / np.diff(widths)).min()))
+        for k in self.choices[-1:] if self._limited else self.choices[1:]:
             gains = -np.sort(-survival[:, :k], axis=None).cumsum()
             for rows in _packed_rows(count, k):
                 foreseen = np.interp(rows / count, widths, seconds) + making * (k + 1 - rows / count)

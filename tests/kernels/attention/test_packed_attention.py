@@ -40,8 +40,7 @@ class InPacks:
         *rows, k_cache, v_cache, slots, table, positions = given
         counts = (slots >= 0).sum(1)
         width = slots.shape[1]
-        capacity = torch.empty(int(counts.sum()) + SPARE)
-        starts, source = packed_places_reference(PackedPlaces(counts, capacity, width, 0))
+        starts, source = packed_places_reference(PackedPlaces(counts, int(counts.sum()) + SPARE, width))
         self.starts = starts
 
         def pack(values: Tensor, fill: int = 0) -> Tensor:

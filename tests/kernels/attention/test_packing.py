@@ -58,6 +58,12 @@ def test_room_for_more_rows_of_every_sequence() -> None:
     assert starts.tolist() == [0, 2, 7, 7, 9] and source.tolist() == [0, 1, 6, 7, 8, 9, 10, -1, -1]
 
 
+@pytest.mark.parametrize(("extra", "capacity", "room"), [(2, 3, 6), (2, 9, 15), (2, 20, 18), (0, 20, 18), (0, 5, 5)])
+def test_room_for_further_rows_that_are_limited_in_all(extra: int, capacity: int, room: int) -> None:
+    starts, source = step.packed_places(ids(1, 3, 0), torch.empty(capacity), 6, extra=extra, limited=True)
+    assert len(source) == starts[-1] == room and starts.tolist()[:-1] == [0, 1, 4, 4]
+
+
 def test_rows_without_room_are_left_out() -> None:
     starts, source = step.packed_places(ids(3, 3), torch.empty(4), torch.empty(2, 3))
     assert starts.tolist() == [0, 3, 4, 4] and source.tolist() == [0, 1, 2, 3]
@@ -67,7 +73,7 @@ def test_rows_without_room_are_left_out() -> None:
 @pytest.mark.parametrize("spare", [0, 1, 1500])
 def test_packing_in_triton(counts: list[int], spare: int) -> None:
     capacity = max(1, sum(min(count, WIDTH) for count in counts) + spare)
-    given = ids(*counts), torch.empty(capacity), WIDTH, 1
+    given = ids(*counts), capacity, WIDTH
     same(TRITON["packed_places"](*there(given)), REFERENCE["packed_places"](*given))
 
 
@@ -76,7 +82,7 @@ def test_packing_in_triton(counts: list[int], spare: int) -> None:
 @pytest.mark.parametrize("counts", COUNTS)
 def test_moving_rows_in_triton(counts: list[int], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     grid = torch.randn(len(counts), WIDTH, *shape, generator=torch.Generator().manual_seed(0)).mul(50).to(dtype)
-    starts, source = REFERENCE["packed_places"](ids(*counts), torch.empty(23), WIDTH, 0)
+    starts, source = REFERENCE["packed_places"](ids(*counts), 23, WIDTH)
     fill = 0 if dtype.is_floating_point else -1  # the interpreter converts no number but 0 to bfloat16
     packed = REFERENCE["pack_rows"](grid, source, fill)
     same(TRITON["pack_rows"](*there((grid, source)), fill), packed)

@@ -63,11 +63,15 @@ def test_mask_rows(dtype: torch.dtype, width: int, count: int):
     tokens, num_rows = torch.arange(12).view(4, 3) + 20, ids(0, 1, 2, 3)
     hidden = torch.randn(4, 3, width, generator=generator).to(dtype) if width else None
     mask = torch.randn(width, generator=generator).to(dtype) if width else None
-    args, options = (tokens, num_rows, hidden, mask), {"mask_token_id": 5, "count": count}
-    found = TRITON["expand_draft_inputs"](*there(args), **options)
-    expected = REFERENCE["expand_draft_inputs"](*args, **options)
-    same(found, expected)
-    assert (expected[0] == 5).sum(1).tolist() == [count] * 4
+    options = {"mask_token_id": 5, "count": count}
+    for limit, drafts in ((None, [0, *[count + 1] * 3]), (ids(9, 0, 2, 9), [0, 0, min(2, count + 1), count + 1])):
+        args = (tokens, num_rows, hidden, mask, limit)
+        found = TRITON["expand_draft_inputs"](*there(args), **options)
+        expected = REFERENCE["expand_draft_inputs"](*args, **options)
+        same(found, expected)
+        masks = [max(0, own - 1) for own in drafts]
+        assert (expected[0] == 5).sum(1).tolist() == masks and expected[3].tolist() == drafts
+        assert (expected[1] - num_rows).tolist() == masks
 
 
 @pytest.mark.parametrize("form", [REFERENCE, TRITON])

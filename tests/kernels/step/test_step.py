@@ -291,6 +291,15 @@ def test_a_sequence_that_is_longer_than_the_limit_has_no_drafts(form: str):
     assert [t.tolist() for t in state] == [[[5, 8, 9]] * 3, [11, 12, 13], [3, 3, 1], [0, 0, 0]]
 
 
+@pytest.mark.parametrize("form", ["reference", "cpu", "triton"])
+def test_a_sequence_has_no_more_drafts_than_it_is_to_have(form: str):
+    state = [t.to(DEVICE) for t in (ids(*[[1, 2, 3]] * 3), ids(10, 11, 12), ids(3, 3, 3), ids(0, 0, 0))]
+    given = [ids(*[[5]] * 3), ids(1, 1, 1), ids(*[[8, 9]] * 3), ids(99, 99, 99), ids(*[[EOS]] * 3), ids(0, 1, 7)]
+    emitted, counts, drafts, *rest = (t.to(DEVICE) for t in given)
+    ADVANCE.form(form)(*state, emitted, counts, [drafts], *rest)
+    assert [t.tolist() for t in state] == [[[5, 8, 9]] * 3, [11, 12, 13], [1, 2, 3], [0, 0, 0]]
+
+
 def test_more_drafts_than_the_window_has_room_for_are_refused():
     state = ids([1, 2, 3]), ids(10), ids(3), ids(0)
     words = r"next_window must be \[B, K \+ 1\] with B = 1 and K of at least 3, not \[1, 3\]"
