@@ -109,6 +109,7 @@ def test_a_lookup_first_changes_no_bit(
     [
         ("eagle3", 5, {"window": 48}, 50, 50), ("dflash", 7, {"window": 48}, 16, 16), ("mtp", 3, {"window": 48}, 9, 3),
         ("eagle3", 3, {"max_context": 200}, 50, 50), ("draft", 6, {"max_context": 150}, 16, 16),
+        ("peagle", 3, {}, 50, 50), ("peagle", "auto", {}, 50, 50), ("peagle", "auto", {"max_context": 150}, 16, 16),
         ("dspark", 5, {"max_context": 150, "window": 48}, 5, 1), ("eagle3", "auto", {"max_context": 300}, 33, 33),
         ("mtp", "auto", {"window": 48}, 33, 33), ("early_exit", 3, {"exit_layer": 6}, 50, 50),
         ("early_exit", 5, {"exit_layer": 4}, 5, 1), ("early_exit", "auto", {"exit_layer": 7}, 33, 33),

@@ -103,7 +103,7 @@ def test_no_bit_differs_from_the_sequence_alone(kind: str, rule: str) -> None:
             assert pages.num_free == pages.count
 
 
-@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "peagle", "dflash"])
 def test_no_bit_differs_where_k_follows_the_load(kind: str) -> None:
     plain = made(kind, "strict")
     alone = [by_itself(plain, index) for index in range(len(PROMPTS))]
@@ -116,7 +116,7 @@ def test_no_bit_differs_where_k_follows_the_load(kind: str) -> None:
             assert result == alone[index]
 
 
-@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "dflash", "dflash2"])
+@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "peagle", "dflash", "dflash2"])
 def test_no_bit_differs_whatever_k_is_chosen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what was accepted lately, and at random, for all sequences of a step or for each."""
     decoder = made(kind, "strict", "auto")
