@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import specgraph
 from specgraph import Session, SpeculativeDecoder
 from specgraph.bench.models import random_head
 from specgraph.config import CacheConfig, load_config
 from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance
-from tests.decoding import choose_at_random, compiled
+from tests.decoding import CONFIG, choose_at_random
 from tests.models import make_model, ragged_prompts
 
 BEGIN = ragged_prompts((90,))[0]
@@ -41,14 +42,16 @@ class Result(NamedTuple):
 
 def made(kind: str, rule: str, k: Any = 3, **cache: Any) -> SpeculativeDecoder:
     model = make_model("llama", dtype=torch.bfloat16, max_position_embeddings=512).cuda()
-    options = {"kind": kind, "num_speculative_tokens": k}
+    named = {"kind": "eagle3", "parallel": True} if kind == "peagle" else {"kind": kind}
+    options = {**named, "num_speculative_tokens": k}
     config = load_config({"draft": options})
     draft = (
         make_model("llama", seed=1, dtype=torch.bfloat16, num_hidden_layers=1).cuda() if kind == "draft_model" else None
     )
     draft = draft if draft is not None else random_head(model, config.draft)
-    config = {"cache": {"prefill_chunk": 64, "reuse_prefixes": False, **cache}, "verify": {"rule": rule}}
-    return compiled(model, kind, k, draft=draft, max_batch_size=6, debug={"self_check": False}, **config)
+    own = {**CONFIG, "draft": options, "cache": {"prefill_chunk": 64, "reuse_prefixes": False, **cache}}
+    own |= {"verify": {"rule": rule}, "max_batch_size": 6, "debug": {"self_check": False}}
+    return specgraph.compile_speculative(model, own, draft=draft)
 
 
 def by_itself(decoder: SpeculativeDecoder, index: int) -> Result:
