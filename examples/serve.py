@@ -6,6 +6,7 @@ SPECGRAPH_API_KEY=secret python examples/serve.py --model examples/models/tiny-m
 
 import argparse
 import contextlib
+import gc
 import hmac
 import json
 import os
@@ -57,6 +58,7 @@ class Endpoint:
         self.session = self.decoder.session(
             return_logprobs=True, return_text=True, tokenizer=self.tokenizer, max_waiting=given.max_waiting
         )
+        gc.freeze()  # what is there stays, and a collection that looks through all of it would stop all clients
 
     def check_health(self) -> None:
         """Ray replaces this replica if its session is closed, as it is after an error that concerns all sequences."""
