@@ -165,12 +165,13 @@ def _split(region: Region, product: Product, count: int) -> str:
         partial = [
             region.partial_sum(product, part, device, bias=at_once and device == 0) for device, part in enumerate(parts)
         ]
-        region.check_closed()
+        region.close()
         if rest:
             raise Mismatch(f"{width} inputs are not divided by {count} devices")
     except Mismatch:
         region.undo()
         raise
+    region.finish()
     partial = region.follow_all(product.node, behind, partial)
     before = [product.node, *behind][-1]
     line = f"{product.weight[0].target}: columns; {', '.join(str(w.target) for w in region.cut)}: rows"
