@@ -52,7 +52,7 @@ PROMPTS = ragged_prompts()
 NEW = 10
 SPLIT = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox", "gpt2", "starcoder2",
-    "granite", "cohere", "smollm3", "glm4", "stablelm", "opt",
+    "granite", "cohere", "smollm3", "glm4", "stablelm", "opt", "olmo2",
 )  # fmt: skip
 """The dense architectures, all layers of which are split."""
 
@@ -68,7 +68,11 @@ SEVERAL_LAYERS = ("llama", "gemma2", "gpt2", "opt", "lfm2")
 @functools.cache
 def model(architecture: str = "llama") -> PreTrainedModel:
     one = {} if architecture in SEVERAL_LAYERS else {"num_hidden_layers": 1, "layer_types": None}
-    return double_model(architecture, 1, **one)
+    own = double_model(architecture, 1, **one)
+    for name, weight in own.named_parameters():
+        if "q_norm" in name or "k_norm" in name:  # all ones would hide whose they are
+            weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
+    return own
 
 
 @functools.cache
@@ -93,7 +97,7 @@ def sharded(count: int, rank: int | None = None, own: PreTrainedModel | None = N
 
 @pytest.mark.parametrize("architecture", SPLIT)
 def test_tokens_are_those_of_one_device_and_of_generate(architecture: str) -> None:
-    both = architecture in ("llama", "gemma2", "gpt2")
+    both = architecture in ("llama", "gemma2", "gpt2", "olmo2")
     for count in (2, 4) if both else (2 + 2 * (SPLIT.index(architecture) % 2),):
         many = decoder(architecture, "none", count)
         assert_same_tokens(model(architecture), PROMPTS, many.generate(PROMPTS, max_new_tokens=NEW).new_tokens,
@@ -103,7 +107,8 @@ def test_tokens_are_those_of_one_device_and_of_generate(architecture: str) -> No
         assert_same_tokens(model(architecture), PROMPTS, many.generate(PROMPTS, **drawn).new_tokens, one)
         target = many.stages["shard"].modules.unchanged["target"]
         layers = model(architecture).config.num_hidden_layers
-        assert len([*calls(target.graph, ALL_REDUCE)]) == 2 * layers, "attention and what follows it in every layer"
+        sums = 2 + (architecture == "olmo2")  # attention, what follows it, and the norms of queries and keys
+        assert len([*calls(target.graph, ALL_REDUCE)]) == sums * layers
         whole = [miss.where for miss in result(many).near_misses]
         assert whole and all("embed" in name or "lm_head" in name or "wpe" in name for name in whole)
 
@@ -248,6 +253,47 @@ def test_one_key_head_is_whole_on_every_device() -> None:
     assert missed == {"k_proj.weight", "v_proj.weight"}
 
 
+OVER_ALL_HEADS = {"olmo2": ("eagle3", 4), "olmo3": ("ngram", 2), "olmoe": ("medusa", 2), "minimax_m2": ("eagle3", 4)}
+"""A drafter, and a number of devices: there are two key heads, so that two of four devices have the same."""
+
+
+@pytest.mark.parametrize("architecture", OVER_ALL_HEADS)
+def test_norms_over_all_heads_are_sums_over_devices(architecture: str) -> None:
+    own, (kind, count) = model(architecture), OVER_ALL_HEADS[architecture]
+    head = random_head(own, load_config({"draft": {"kind": kind}}).draft)
+    one, many = (compiled(own, kind, draft=head, **more) for more in ({}, {"parallel": parallel(count)}))
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
+    drawn = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "seed": 3}
+    assert_same_tokens(own, PROMPTS, *(each.generate(PROMPTS, **drawn).new_tokens for each in (many, one)))
+    assert not any("attn" in miss.where for miss in result(many).near_misses)
+    target = many.stages["shard"].modules.unchanged["target"]
+    parts = {name: t.numel() for name, t in target.named_buffers() if "q_norm" in name or "k_norm" in name}
+    assert sorted(parts.values()) == sorted([32 // count] * count + [max(16 // count, 8)] * count)
+    of_norms, *others = calls(target.graph, ALL_REDUCE)
+    assert of_norms.meta["val"].shape[-1] == 2 and len(others) == 2, "one number of the queries and one of the keys"
+
+
+class Standardised(torch.nn.Module):
+    """What takes the mean, then that of squares, and the sum of magnitudes, of all features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + x.abs().sum(-1, keepdim=True))
+
+
+def test_means_and_sums_that_wait_for_each_other_are_exchanged_apart() -> None:
+    own = double_model("llama", 1, **ONE)
+    own.model.layers[0].mlp.act_fn = Standardised()
+    many = compiled(own, "none", parallel=parallel(3))
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
+    sums = [
+        node.meta["val"].shape[-1] for node in calls(many.stages["shard"].modules.unchanged["target"].graph, ALL_REDUCE)
+    ]
+    assert sums == [1, 2, 32], "the mean, those behind it, and the layer; three devices do not share four heads"
+
+
 @pytest.mark.parametrize(("architecture", "count"), [("deepseek_v3", 4), ("deepseek_v2", 2)])
 def test_heads_of_latent_attention_are_split(architecture: str, count: int) -> None:
     own = double_model(architecture, 1, **{**ARCHITECTURES["deepseek_v3"], **ONE})  # v2 rotates complex numbers
@@ -291,7 +337,9 @@ def test_every_split_is_reported() -> None:
 
 
 def test_what_is_not_split_is_a_near_miss_with_its_reason_and_its_bytes() -> None:
-    own = double_model("olmo2", 1)  # it has norms over the queries and the keys of all heads
+    own = double_model("olmo2", 1)
+    for layer in own.model.layers:
+        layer.self_attn.q_norm = torch.nn.LayerNorm(32, dtype=torch.float64)  # an op, and not written out
     many = compiled(own, "none", parallel=parallel(2))
     found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
     assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
@@ -345,7 +393,15 @@ def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("opt", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2), ("qwen3_5_text", 2), ("deepseek_v3", 2)],
+    [
+        ("opt", 2),
+        ("llama", 4),
+        ("mixtral", 2),
+        ("sorted experts", 2),
+        ("qwen3_5_text", 2),
+        ("deepseek_v3", 2),
+        ("olmo2", 4),
+    ],
 )
 def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None:
     """With the bits of the graph of all devices, and with pages and states for its own heads."""
@@ -368,7 +424,9 @@ def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None
     group, (logits, together) = ThreadGroup(count), run(program)
     ranks = [sharded(count, rank=rank, own=own) for rank in range(count)]
     sums = 2 * own.config.num_hidden_layers * (count - 1)  # behind attention and MLP, and to each other device
-    assert all(sent_bytes(each, 3) == 3 * sums * own.config.hidden_size * logits.element_size() for each in ranks)
+    sent = 3 * sums * own.config.hidden_size * logits.element_size()
+    sent += 3 * sums // 2 * 2 * 4 * (name == "olmo2")  # and means of queries and of keys, in float32
+    assert all(sent_bytes(each, 3) == sent for each in ranks)
     with ThreadPoolExecutor(count) as threads:
         results = list(threads.map(run_rank, ranks))
     assert all(torch.equal(own, logits) for own, _ in results)
@@ -470,6 +528,12 @@ def same_part_twice(target: fx.GraphModule) -> None:
     node.args = ([node.args[0][0]] * 2,)  # type: ignore[index]
 
 
+def drop_division(target: fx.GraphModule) -> None:
+    """Add the means of devices, as if each had all heads."""
+    for node in list(calls(target.graph, torch.ops.aten.div.Tensor)):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+
+
 def other_heads(name: str) -> Callable[[fx.GraphModule], None]:
     """Give devices each other's part of the last weight of a name."""
 
@@ -503,7 +567,8 @@ FAULTS = {
     "columns": ("llama", other_heads("down_proj")), "bias": ("opt", bias_by_each),
     "latent heads": ("deepseek_v3", other_heads("kv_b_proj")),
     "bias of experts": ("gpt_oss", bias_of_experts_by_each), "states": ("qwen3_5_text", other_heads("in_proj_b")),
-    "channels": ("lfm2", other_heads("conv.conv")),
+    "channels": ("lfm2", other_heads("conv.conv")), "no sum of means": ("olmo2", drop_sum),
+    "no division": ("olmo2", drop_division), "weights of norms": ("olmo2", other_heads("q_norm")),
 }  # fmt: skip
 
 
