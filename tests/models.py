@@ -79,7 +79,7 @@ ALL_HEADS: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": WINDOW}, "olmoe": _MOE, "flex_olmo": _MOE,
     "minimax_m2": {**_MOE, "head_dim": 8, "rotary_dim": 4},
 }  # fmt: skip
-"""Models that tests of several devices use: beside olmo2 and olmo_hybrid, those that norm queries and keys over all heads."""
+"""Beside olmo2 and olmo_hybrid, the models that norm queries and keys over all heads, for tests of several devices."""
 
 _DELTA = {
     "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,

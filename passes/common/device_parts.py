@@ -212,8 +212,9 @@ class Region:
         seen = set[fx.Node]()
         while waiting := [node for node in self.covered if node not in seen]:
             seen.update(waiting)
-            for node, user in ((node, user) for node in waiting for user in list(node.users)):
-                if not (user in self.covered or user in self.made or user in self.totals or user is self.last):
+            for node in waiting:
+                inside = {*self.covered, *self.made, *self.totals, self.last}
+                for user in [user for user in node.users if user not in inside]:
                     self._copy_reader(node, user)
 
     def finish(self) -> None:

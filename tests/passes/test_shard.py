@@ -39,6 +39,7 @@ from specgraph.kernels.peers import ThreadGroup, exchanging
 from specgraph.passes.base import PassResult
 from specgraph.passes.common.one_rank import sort_weights
 from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.fuse_norm import FuseNorm
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_recurrent_state import InsertRecurrentState
 from specgraph.passes.lower_kernels import LowerKernels
@@ -454,7 +455,9 @@ def test_weights_from_a_cpu_are_sorted_as_those_of_a_model_on_a_gpu(name: str) -
         assert [(value.shape, value.dtype) for value in values] == [(t.shape, t.dtype) for t in a.tensors(first)]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe", "qwen3_5_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma2", "qwen2_moe", "qwen3_5_text", "deepseek_v3", "olmo2", "minimax_m2"]
+)
 def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -> None:
     config = load_config({"lowering": {"name": "gpu", "cuda_graph": False}, "draft": {"kind": "none"}})
     passes = build_passes(config)
@@ -485,15 +488,18 @@ def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -
     assert torch.equal(*results)
     ops = Counter(called(node) for node in ranks[0].modules.unchanged["target"].graph.nodes)
     layers = target.info.num_layers
-    # gemma norms what a layer gives before it adds it, so there is nothing to take in.
-    taken = ("all_reduce_rank_norm", "all_reduce_rank")[architecture == "gemma2"]
+    # gemma and olmo norm what a layer gives before they add it, so there is nothing to take in.
+    norms_first, over_all_heads = architecture in ("gemma2", "olmo2"), architecture in ("olmo2", "minimax_m2")
+    taken = ("all_reduce_rank_norm", "all_reduce_rank")[norms_first]
     experts = [own for own in linears(ranks[0].modules.unchanged["target"].graph) if own.expert_ids is not None]
     assert [bool(own.epilogue["gate"]) for own in experts] == [True, False] * (len(experts) // 2)
     wanted = 2 * layers - 1 - len(experts) // 2  # a norm in front of experts is for their choice, too
     assert sum(count for name, count in ops.items() if name.endswith(f"{taken}.default")) >= wanted, ops
     sums = [node for node in ranks[0].modules.unchanged["target"].graph.nodes if "all_reduce_rank" in called(node)]
     residuals = [node for node in sums if arguments(node)["residual"] is not None]
-    assert (len(sums), len(residuals)) == (2 * layers, 0 if architecture == "gemma2" else 2 * layers)
+    assert (len(sums), len(residuals)) == ((2 + over_all_heads) * layers, 0 if norms_first else 2 * layers)
+    of_norms = {name.removeprefix("specgraph.").removesuffix(".default"): count for name, count in ops.items()}
+    assert of_norms.get("mean_squares", 0) == layers * over_all_heads == of_norms.get("rms_norm_part", 0) / 2
 
 
 def test_the_graph_of_one_device_does_not_run_alone() -> None:
@@ -593,6 +599,30 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("specgraph.compiler.selfcheck.Shard", planted(plant))
     with pytest.raises(specgraph.UnsupportedModelError, match="decodes differently"):
         compiled(model(architecture), "none", parallel=parallel(2), debug={"self_check": True})
+
+
+@pytest.mark.parametrize("plant", [None, drop_division])
+def test_a_norm_takes_in_the_sum_of_its_means_and_no_other_sum(plant: Callable[[fx.GraphModule], None] | None) -> None:
+    shard = Shard if plant is None else planted(plant)
+    target, group = trace(model("olmo2")), ThreadGroup(2)
+    given = torch.tensor([[5, 6, 7]]), torch.arange(3)[None]
+    done = [run_passes(first_program(target, NoDrafter()), [shard(2, rank), FuseNorm()]) for rank in range(2)]
+
+    def run(rank: int) -> list[Tensor]:
+        with torch.no_grad(), exchanging(group):
+            return [done[rank][0][stage].modules["target"](*given)[-1] for stage in ("shard", "fuse_norm")]
+
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(run, range(2)))
+    torch.testing.assert_close(results[0][1], results[0][0], rtol=1e-12, atol=1e-12)
+    assert all(map(torch.equal, *results))
+    stages, reports = done[0]
+    names = [called(node) for node in stages["fuse_norm"].modules.unchanged["target"].graph.nodes]
+    fused = [name.split(".")[1] for name in names if "rms_norm_part" in name or "mean_squares" in name]
+    assert fused == (["mean_squares", "rms_norm_part", "rms_norm_part"] if plant is None else [])
+    misses = [miss.reason for miss in reports[-1].result.near_misses]
+    assert len(misses) == (0 if plant is None else 2)
+    assert all(reason.endswith("is not the mean over the last dimension plus epsilon") for reason in misses)
 
 
 @pytest.mark.parametrize("plant", [drop_sum, same_part_twice])
