@@ -31,6 +31,7 @@ from specgraph.passes.common.patterns import (
     producer,
     replace_by,
     rewrite,
+    value_of,
     weight_name,
 )
 
@@ -80,34 +81,30 @@ def _fuse(rsqrt: fx.Node, dtype: torch.dtype) -> None:
 def _mean(value: Any) -> tuple[fx.Node | None, int, fx.Node | None]:
     """The mean that ``value`` is, or that this device adds to it: then in front of it the sum, and its place there."""
     part = producer(value, aten.slice.Tensor)
-    source, place = (value, 0) if part is None else (part.args[0], part.args[2])
-    total = producer(source, ALL_REDUCE_RANK)
+    total = producer(value if part is None else part.args[0], ALL_REDUCE_RANK)
     if total is None:
         return None, 0, producer(value, aten.mean.dim)
-    shares = _side_by_side(total)
-    alone = part is None and len(shares) == 1
-    if not alone and (part is None or part.args[1:] != (-1, place, place + 1)):
-        return None, 0, None
-    return total, place, _shared(shares[place], total)
+    means = _means(total)
+    for place, mean in enumerate(means):
+        if len(means) == 1 if part is None else part.args[1:] == (-1, place, place + 1):
+            return total, place, mean
+    return None, 0, None
 
 
-def _side_by_side(total: fx.Node) -> list[Any]:
-    """What this device adds to each number of a sum."""
+def _means(total: fx.Node) -> list[fx.Node | None]:
+    """For each number of a row that is summed over devices, the mean of which this device adds its share, or None."""
     joined = producer(total.args[0], aten.cat.default)
-    return [total.args[0]] if joined is None or joined.args[1:] != (-1,) else list(joined.args[0])  # type: ignore[arg-type]
-
-
-def _shared(value: Any, total: fx.Node) -> fx.Node | None:
-    """The mean that is divided by the number of devices."""
-    share = producer(value, aten.div.Tensor)
-    return (
-        None if share is None or share.args[1] != total.kwargs["world_size"] else producer(share.args[0], aten.mean.dim)
-    )
+    parts: Any = [total.args[0]] if joined is None or joined.args[1:] != (-1,) else joined.args[0]
+    if any((value := value_of(part)) is None or value.shape[-1] != 1 for part in parts):
+        return []
+    divided = (producer(part, aten.div.Tensor) for part in parts)
+    shares = [share if share and share.args[1] == total.kwargs["world_size"] else None for share in divided]
+    return [producer(share.args[0], aten.mean.dim) if share else None for share in shares]
 
 
 def _join_means(total: fx.Node) -> None:
     """Let one op compute the means of squares that this device adds to a sum, if it consists of such."""
-    means = [_shared(value, total) for value in _side_by_side(total)]
+    means = _means(total)
     try:
         inputs = [before_cast(_squared(mean.args[0])) for mean in means if mean is not None and _of_rows(mean)]
     except Mismatch:

@@ -8,8 +8,8 @@ channels, and behind activations and gates, by features. Everything from the lin
 copied for each device, with its rows of the weights (:mod:`specgraph.passes.common.device_parts`). Sums over devices
 stand behind sums over experts, and there is one for two results that are added. A mean or a sum over what is cut, as in
 a norm over all heads, is a sum over devices as well, of a number for each row. What is in no such region runs on every
-device: other norms, the hidden states between layers, the choice of experts, the vocabulary, and drafters. So there is one
-graph for all devices, in which their nodes stand side by side.
+device: other norms, the hidden states between layers, the choice of experts, the vocabulary, and drafters. So there is
+one graph for all devices, in which their nodes stand side by side.
 ``meta["device"]`` says which nodes are of one device alone, and devices wait for each other at an ``all_reduce`` and
 nowhere else.
 

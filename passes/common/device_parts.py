@@ -4,8 +4,8 @@ A *part* of a value is a range of one of its dimensions. A device that multiplie
 needs a part of these inputs. To compute it, the nodes in front of the layer are copied for the device, each for the
 part that the next one needs: an activation of some features, the attention of some heads, a view of some columns. The
 copies begin with linear layers of which the device has some rows of the weight, or with other weights of which it has a
-part. Where something else reads what was copied, up to a mean or a sum over what is cut, it is copied as well, and a sum
-over devices takes the place of that.
+part. Where something else reads what was copied, up to a mean or a sum over what is cut, it is copied as well, and a
+sum over devices takes the place of that.
 
 Nothing here knows a model. What cannot be computed by parts raises :class:`Mismatch`, with the reason.
 """
