@@ -52,6 +52,7 @@ from specgraph.passes.common.one_rank import keep_rank
 from specgraph.passes.common.patterns import Mismatch, aten, insert, keep_meta, only_user, replace
 
 VOCABULARY = "tables of embeddings and the projection to the vocabulary are whole on every device"
+NEEDED = "every device needs all of it, as of the keys of a group whose heads several have"
 NO_REGION = "no layer behind it takes its outputs by parts, and its inputs are whole on every device"
 
 
@@ -125,6 +126,8 @@ def _split_all(
         try:
             splits.append(_split(region, product, count))
             covered.update(region.covered)
+            whole = (node for node in region.made if node.op == "get_attr" and DEVICE not in node.meta)
+            reasons.update((str(node.target), NEEDED) for node in whole)
         except WholeError:
             continue
         except Mismatch as reason:

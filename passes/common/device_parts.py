@@ -5,7 +5,8 @@ needs a part of these inputs. To compute it, the nodes in front of the layer are
 part that the next one needs: an activation of some features, the attention of some heads, a view of some columns. The
 copies begin with linear layers of which the device has some rows of the weight, or with other weights of which it has a
 part. Where something else reads what was copied, up to a mean or a sum over what is cut, it is copied as well, and a
-sum over devices takes the place of that.
+sum over devices takes the place of that. What lies in one tensor with what is cut, and all devices need, is computed
+apart.
 
 Nothing here knows a model. What cannot be computed by parts raises :class:`Mismatch`, with the reason.
 """
@@ -52,6 +53,10 @@ WHOLE = (ALL_REDUCE, aten.embedding.default)
 NORMS = (aten.layer_norm.default, aten.rms_norm.default)
 REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList)
 """Ops that over a dimension that is cut are a sum over devices."""
+
+
+EVERY = -1
+"""In the place of the number of a device: all of them compute a value, each for itself."""
 
 
 class WholeError(Mismatch):
@@ -141,6 +146,7 @@ class Region:
         cut: the nodes that read the numbers of the weights of the products among them.
         made: the new nodes, in the order in which they were made.
         totals: the means and sums over what is cut, and what each device adds to them.
+        items: what every device needs of what devices share, and a copy of it.
     """
 
     module: fx.GraphModule
@@ -151,6 +157,7 @@ class Region:
     cut: dict[fx.Node, None] = field(default_factory=dict)
     made: dict[fx.Node, None] = field(default_factory=dict)
     totals: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    items: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _known: dict[tuple[fx.Node, Part, int], fx.Node] = field(default_factory=dict)
 
     def part(self, value: Any, part: Part, device: int) -> Any:
@@ -214,7 +221,7 @@ class Region:
         while waiting := [node for node in self.covered if node not in seen]:
             seen.update(waiting)
             for node in waiting:
-                inside = {*self.covered, *self.made, *self.totals, self.last}
+                inside = {*self.covered, *self.made, *self.totals, *self.items, self.last}
                 for user in [user for user in node.users if user not in inside]:
                     self._copy_reader(node, user)
 
@@ -226,6 +233,8 @@ class Region:
             for place, node in enumerate(group):
                 alone = insert_valued(node, aten.slice.Tensor, total, -1, place, place + 1) if group[1:] else total
                 replace(node, alone)
+        for node, copy in self.items.items():
+            replace(node, copy)
 
     def undo(self) -> None:
         """Erase the copies."""
@@ -233,8 +242,15 @@ class Region:
             self.module.graph.erase_node(node)
 
     def _copy_reader(self, node: fx.Node, user: fx.Node) -> None:
-        """Copy ``user``, which reads all of ``node``: it computes elements, or is a mean or a sum over what is cut."""
-        found = [(device, part) for known, part, device in self._known if known is node]
+        """Copy ``user``, which reads all of ``node``: it computes elements, or is a mean or a sum over what is cut.
+
+        An item that lies beside those that are cut, such as the only keys, is computed whole.
+        """
+        found = [(device, part) for known, part, device in self._known if known is node and device != EVERY]
+        if node.target in PARTS and user.target is operator.getitem and not found:
+            dim = arguments(node)["dim"] % user.meta["val"].dim()
+            self.items[user] = _item(self, user, Part(dim, 0, user.meta["val"].shape[dim]), EVERY)
+            return
         devices, parts = [device for device, _ in found], [part for _, part in found]
         value, given = value_of(node), value_of(user)
         if value is None or given is None or devices != [*range(len(found))] or len({p.size for p in parts}) != 1:
@@ -328,7 +344,7 @@ class Region:
         """One tensor of several, a copy where the device is; of a device that will not be left, without memory."""
         if len(pieces) == 1:
             return pieces[0]
-        if self.only is None or self.only[0] == device:
+        if self.only is None or device in (EVERY, self.only[0]):
             there = pieces[0].device if self.only is None else self.only[1]
             return torch.cat([piece.to(there) for piece in pieces], dim)
         shape = [*pieces[0].shape]
@@ -341,7 +357,7 @@ class Region:
     def _read(self, node: fx.Node, tensor: Tensor, what: str, parts: Sequence[Part], device: int) -> fx.Node:
         """A node that reads what a device has of the tensor that ``node`` reads."""
         places = "_".join(f"{part.begin}_{part.begin + part.size}" for part in parts)
-        name = f"{node.target}_device{device}_{what}_{places}"
+        name = f"{_suffixed(str(node.target), device)}_{what}_{places}"
         set_attribute(self.module, name, tensor)
         with self.module.graph.inserting_before(node):
             new = self._noted(self.module.graph.get_attr(name), node, None, device)
@@ -359,7 +375,8 @@ class Region:
         new.meta = {key: noted for key, noted in like.meta.items() if key not in ("pass_name", "hidden_state", LAYOUT)}
         if part is not None and value is not None:
             new.meta["val"] = self._narrowed(value, part)
-        new.meta[DEVICE] = device
+        if device != EVERY:
+            new.meta[DEVICE] = device
         self.made[new] = None
         return new
 
@@ -441,7 +458,11 @@ def _is_over(node: fx.Node, part: Part) -> bool:
 
 
 def _name(node: fx.Node, device: int) -> str:
-    return f"{node.name}_device{device}"
+    return _suffixed(node.name, device)
+
+
+def _suffixed(name: str, device: int) -> str:
+    return f"{name}_every" if device == EVERY else f"{name}_device{device}"
 
 
 def _is_one(size: Any) -> bool:

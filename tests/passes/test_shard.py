@@ -245,13 +245,21 @@ def test_pools_have_the_key_heads_of_their_device() -> None:
     assert {pool.shape[2] for pool in eight.inputs["target_caches"]} == {2}  # type: ignore[union-attr]
 
 
-def test_one_key_head_is_whole_on_every_device() -> None:
-    own = double_model("llama", 1, num_key_value_heads=1)
+ONE_KEY_HEAD: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "llama": ({"num_key_value_heads": 1}, {"k_proj.weight", "v_proj.weight"}),
+    "gpt_bigcode": ({}, {"weight_every_outputs_32_40", "weight_every_outputs_40_48"}),  # beside queries in one weight
+}
+
+
+@pytest.mark.parametrize("architecture", ONE_KEY_HEAD)
+def test_one_key_head_is_whole_on_every_device(architecture: str) -> None:
+    sizes, whole = ONE_KEY_HEAD[architecture]
+    own = double_model(architecture, 1, **sizes)
     many = compiled(own, "none", parallel=parallel(2))
     found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
     assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
     missed = {miss.where.rpartition("attn.")[2] for miss in result(many).near_misses if "attn" in miss.where}
-    assert missed == {"k_proj.weight", "v_proj.weight"}
+    assert missed == whole
 
 
 OVER_ALL_HEADS = {"olmo2": ("eagle3", 4), "olmo3": ("ngram", 2), "olmoe": ("medusa", 2), "minimax_m2": ("eagle3", 4)}
@@ -402,6 +410,7 @@ def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
         ("qwen3_5_text", 2),
         ("deepseek_v3", 2),
         ("olmo2", 4),
+        ("zamba2", 2),
     ],
 )
 def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None:
@@ -424,10 +433,11 @@ def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None
 
     group, (logits, together) = ThreadGroup(count), run(program)
     ranks = [sharded(count, rank=rank, own=own) for rank in range(count)]
-    sums = 2 * own.config.num_hidden_layers * (count - 1)  # behind attention and MLP, and to each other device
-    sent = 3 * sums * own.config.hidden_size * logits.element_size()
-    sent += 3 * sums // 2 * 2 * 4 * (name == "olmo2")  # and means of queries and of keys, in float32
-    assert all(sent_bytes(each, 3) == sent for each in ranks)
+    size, layers = own.config.hidden_size * logits.element_size(), own.config.num_hidden_layers
+    row = {  # behind attention and MLP, and means in float32: of queries and of keys, or of a mixer
+        "olmo2": layers * (2 * size + 2 * 4), "zamba2": layers * (size + 4) + 2 * size + 2 * 48 * 8,
+    }.get(name, layers * 2 * size)  # fmt: skip
+    assert all(sent_bytes(each, 3) == 3 * row * (count - 1) for each in ranks)
     with ThreadPoolExecutor(count) as threads:
         results = list(threads.map(run_rank, ranks))
     assert all(torch.equal(own, logits) for own, _ in results)
@@ -435,10 +445,13 @@ def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None
         layer, device = divmod(index // 2, count)
         assert torch.equal(results[device][1]["target_caches"][2 * layer + index % 2], pool) and pool.any()
     written = [buffer for buffer in together.get("target_states", ())[1:] if buffer.any()]
-    for buffer in written:
-        equal = [any(torch.equal(buffer, each) for each in own["target_states"]) for _, own in results]
-        assert equal.count(True) == 1
-    assert len(written) == (2 * (3 + 4) if name == "qwen3_5_text" else 0), "three convolutions, and rows of a chunk"
+    ranks_with_it = Counter(
+        sum(any(torch.equal(buffer, each) for each in own["target_states"]) for _, own in results) for buffer in written
+    )
+    # Three convolutions of each layer and rank, and rows of a chunk; in zamba2, two convolutions of the only keys and
+    # queries for both, and on each the same keys and what a scan without rates leaves of them.
+    wanted = {"qwen3_5_text": {1: 2 * (3 + 4)}, "zamba2": {1: 2 * 2 * 3, 2: 2 * (2 + 2 * 2)}}
+    assert ranks_with_it == wanted.get(name, {})
 
 
 @pytest.mark.parametrize("name", ["sorted int4", "sorted experts"])
@@ -575,6 +588,7 @@ FAULTS = {
     "bias of experts": ("gpt_oss", bias_of_experts_by_each), "states": ("qwen3_5_text", other_heads("in_proj_b")),
     "channels": ("lfm2", other_heads("conv.conv")), "no sum of means": ("olmo2", drop_sum),
     "no division": ("olmo2", drop_division), "weights of norms": ("olmo2", other_heads("q_norm")),
+    "the only keys": ("gpt_bigcode", other_heads("c_attn.weight_every")),
 }  # fmt: skip
 
 
@@ -661,11 +675,10 @@ def test_other_devices_are_refused(given: dict[str, Any], message: str) -> None:
 
 
 HYBRID = {
-    "qwen3_next": "", "qwen3_5_text": "", "kimi_linear": "_a_proj", "lfm2": "", "bamba": "",
-    "zamba2": "mamba",
+    "qwen3_next": "", "qwen3_5_text": "", "kimi_linear": "_a_proj", "lfm2": "", "bamba": "", "zamba2": "", "mamba2": "",
 }  # fmt: skip
-"""By models with recurrent layers, what of these is whole: products in front of others, or all where a norm takes all
-features.
+"""By models with recurrent layers, what of these is whole: products in front of others. In zamba2, all heads share keys
+and a norm, and in mamba2 a norm.
 """
 
 
@@ -678,7 +691,7 @@ def test_heads_and_channels_of_recurrent_layers_are_split(architecture: str) -> 
     one = compiled(own, kind, draft=head, debug={"self_check": False})
     tokens = [each.generate(PROMPTS, max_new_tokens=NEW).new_tokens for each in (many, one)]
     assert_same_tokens(own, PROMPTS, *tokens)
-    mixers = ("linear_attn", "mamba", "self_attn")
+    mixers = ("linear_attn", "mamba", "mixer", "self_attn")
     layers = [name for name, _ in own.named_parameters() if any(part in name for part in mixers)]
     missed = {miss.where.removeprefix("target.") for miss in result(many).near_misses}
     expected = {name for name in layers if own.get_parameter(name).dim() > 1 and whole and whole in name}
@@ -687,7 +700,8 @@ def test_heads_and_channels_of_recurrent_layers_are_split(architecture: str) -> 
         [math.prod(buffer.shape[1:]) for buffer in each.stages["insert_recurrent_state"].inputs["target_states"][1:]]
         for each in (many, one)
     )
-    assert sum(state) == sum(alone) and (max(state) <= max(alone) // 2) == (whole != "mamba")
+    twice = 2 * 384 * (architecture == "zamba2")  # of two layers, rows of the only keys are on both devices
+    assert sum(state) == sum(alone) + twice and max(state) <= max(alone) // 2
 
 
 @pytest.mark.parametrize("architecture", ["qwen2_moe", "glm4_moe", "falcon_h1"])

@@ -23,9 +23,9 @@ from specgraph.passes.base import PassResult
 from specgraph.passes.common.device_parts import ATTENTION, RULES
 from specgraph.passes.pipeline import run_passes
 from specgraph.passes.shard import Shard
-from tests.models import ALL_HEADS, ARCHITECTURES, HYBRIDS, MORE, WITHOUT_ATTENTION, double_model
+from tests.models import ARCHITECTURES, HYBRIDS, MORE, SHARED, WITHOUT_ATTENTION, double_model
 
-ALL = (*ARCHITECTURES, *MORE, *ALL_HEADS, *(name for name in HYBRIDS if name not in WITHOUT_ATTENTION))
+ALL = (*ARCHITECTURES, *MORE, *SHARED, *(name for name in HYBRIDS if name not in WITHOUT_ATTENTION))
 ATTENTION_LAYERS = {f"model.layers.*.self_attn.{name}_proj" for name in "qkvo"}
 
 
