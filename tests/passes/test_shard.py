@@ -288,19 +288,28 @@ class Standardised(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x - x.mean(-1, keepdim=True)
-        return x / (x.square().mean(-1, keepdim=True).sqrt() + x.abs().sum(-1, keepdim=True))
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + x.abs().sum(-1, keepdim=True) + 1e-3)
 
 
-def test_means_and_sums_that_wait_for_each_other_are_exchanged_apart() -> None:
-    own = double_model("llama", 1, **ONE)
-    own.model.layers[0].mlp.act_fn = Standardised()
-    many = compiled(own, "none", parallel=parallel(3))
+@pytest.mark.parametrize(
+    ("where", "count", "sums"),
+    [
+        (
+            "mlp.act_fn",
+            3,
+            [1, 2, 32],
+        ),  # the mean, those behind it, and the layer; three devices do not share four heads
+        ("self_attn.k_norm", 4, [2, 2, 32, 32]),  # queries' squares with the mean; two devices have the same keys
+    ],
+)
+def test_means_and_sums_that_wait_for_each_other_are_exchanged_apart(where: str, count: int, sums: list[int]) -> None:
+    own = double_model("olmo2", 1, **ONE)
+    own.model.layers[0].set_submodule(where, Standardised())
+    many = compiled(own, "none", parallel=parallel(count))
     found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
     assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
-    sums = [
-        node.meta["val"].shape[-1] for node in calls(many.stages["shard"].modules.unchanged["target"].graph, ALL_REDUCE)
-    ]
-    assert sums == [1, 2, 32], "the mean, those behind it, and the layer; three devices do not share four heads"
+    target = many.stages["shard"].modules.unchanged["target"]
+    assert [node.meta["val"].shape[-1] for node in calls(target.graph, ALL_REDUCE)] == sums
 
 
 @pytest.mark.parametrize(("architecture", "count"), [("deepseek_v3", 4), ("deepseek_v2", 2)])
