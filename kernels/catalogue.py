@@ -18,6 +18,7 @@ import specgraph.kernels.linear.head_norms
 import specgraph.kernels.linear.linear
 import specgraph.kernels.linear.norm
 import specgraph.kernels.linear.route
+import specgraph.kernels.linear.shared_norm
 import specgraph.kernels.packed.experts
 import specgraph.kernels.packed.linear
 import specgraph.kernels.pointwise.pointwise

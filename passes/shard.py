@@ -6,9 +6,10 @@ device ``d`` has of the inputs and of the columns that go with them. How a weigh
 The pass looks for linear layers whose inputs can be computed by parts: behind attention and recurrences, by heads or
 channels, and behind activations and gates, by features. Everything from the linear layers in front of these on is
 copied for each device, with its rows of the weights (:mod:`specgraph.passes.common.device_parts`). Sums over devices
-stand behind sums over experts, and there is one for two results that are added. What is in no such region runs on every
-device: norms, the hidden states between layers, the choice of experts, the vocabulary, and drafters. So there is one
-graph for all devices, in which their nodes stand side by side.
+stand behind sums over experts, and there is one for two results that are added. A mean or a sum over what is cut, as in
+a norm over all heads, is a sum over devices as well, of a number for each row. What is in no such region runs on every
+device: other norms, the hidden states between layers, the choice of experts, the vocabulary, and drafters. So there is
+one graph for all devices, in which their nodes stand side by side.
 ``meta["device"]`` says which nodes are of one device alone, and devices wait for each other at an ``all_reduce`` and
 nowhere else.
 
@@ -51,6 +52,7 @@ from specgraph.passes.common.one_rank import keep_rank
 from specgraph.passes.common.patterns import Mismatch, aten, insert, keep_meta, only_user, replace
 
 VOCABULARY = "tables of embeddings and the projection to the vocabulary are whole on every device"
+NEEDED = "every device needs all of it, as of the keys of a group whose heads several have"
 NO_REGION = "no layer behind it takes its outputs by parts, and its inputs are whole on every device"
 
 
@@ -124,6 +126,8 @@ def _split_all(
         try:
             splits.append(_split(region, product, count))
             covered.update(region.covered)
+            whole = (node for node in region.made if node.op == "get_attr" and DEVICE not in node.meta)
+            reasons.update((str(node.target), NEEDED) for node in whole)
         except WholeError:
             continue
         except Mismatch as reason:
@@ -165,12 +169,13 @@ def _split(region: Region, product: Product, count: int) -> str:
         partial = [
             region.partial_sum(product, part, device, bias=at_once and device == 0) for device, part in enumerate(parts)
         ]
-        region.check_closed()
+        region.close()
         if rest:
             raise Mismatch(f"{width} inputs are not divided by {count} devices")
     except Mismatch:
         region.undo()
         raise
+    region.finish()
     partial = region.follow_all(product.node, behind, partial)
     before = [product.node, *behind][-1]
     line = f"{product.weight[0].target}: columns; {', '.join(str(w.target) for w in region.cut)}: rows"

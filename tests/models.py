@@ -75,6 +75,14 @@ MORE: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Models that single tests use: the layers of their MTP modules are of another kind than the last layer."""
+SHARED: dict[str, dict[str, Any]] = {
+    "olmo3": {"sliding_window": WINDOW}, "olmoe": _MOE, "flex_olmo": _MOE,
+    "minimax_m2": {**_MOE, "head_dim": 8, "rotary_dim": 4},
+    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48},
+}  # fmt: skip
+"""Models that tests of several devices use. Like olmo2 and olmo_hybrid, the first four norm queries and keys over all
+heads. The last one has one key head, in one weight with the queries.
+"""
 
 _DELTA = {
     "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
@@ -135,7 +143,7 @@ def make_model(
 
     `attention` is transformers' implementation; the default is sdpa, as eager rounds its softmax to float32.
     """
-    options = {**BASE, **(ARCHITECTURES | MORE | HYBRIDS).get(architecture, {}), **overrides}
+    options = {**BASE, **(ARCHITECTURES | MORE | SHARED | HYBRIDS).get(architecture, {}), **overrides}
     config = AutoConfig.for_model(architecture, **options)
     config._attn_implementation = attention or (
         "eager" if architecture in {"gemma2", "gpt_oss", "mimo_v2_flash", *WITHOUT_ATTENTION} else "sdpa"

@@ -81,7 +81,7 @@ def rms_norms_triton(given: RmsNorms) -> list[Tensor]:
     outs = _rms_norms_fake(given)
     batch, rows, _, width = outs[0].shape
     alignment = alignment_of(width)
-    inputs = [_heads(x, alignment) for x in given.inputs]
+    inputs = [placed_heads(x, alignment) for x in given.inputs]
     heads = tuple(x.shape[2] for x in inputs)
     launch(
         _rms_norms_kernel, (batch * rows, sum(heads)), tuple(outs), tuple(inputs),
@@ -92,7 +92,7 @@ def rms_norms_triton(given: RmsNorms) -> list[Tensor]:
     return outs
 
 
-def _heads(x: Tensor, alignment: int) -> Tensor:
+def placed_heads(x: Tensor, alignment: int) -> Tensor:
     """``x`` ``[B, T, heads, D]``, or a copy, with rows at one distance from each other, and in each its heads.
 
     Between the heads may be others, such as gates. All begin at multiples of ``alignment``, so that kernels may assume

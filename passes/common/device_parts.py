@@ -4,7 +4,9 @@ A *part* of a value is a range of one of its dimensions. A device that multiplie
 needs a part of these inputs. To compute it, the nodes in front of the layer are copied for the device, each for the
 part that the next one needs: an activation of some features, the attention of some heads, a view of some columns. The
 copies begin with linear layers of which the device has some rows of the weight, or with other weights of which it has a
-part.
+part. Where something else reads what was copied, up to a mean or a sum over what is cut, it is copied as well, and a
+sum over devices takes the place of that. What lies in one tensor with what is cut, and all devices need, is computed
+apart.
 
 Nothing here knows a model. What cannot be computed by parts raises :class:`Mismatch`, with the reason.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -29,8 +32,13 @@ from specgraph.passes.common.patterns import (
     PARTS,
     Mismatch,
     aten,
+    dtype_of,
+    grouped,
     insert,
+    insert_valued,
+    keep_meta,
     only_user,
+    replace,
     same_sizes,
     value_of,
 )
@@ -43,6 +51,12 @@ ALL_REDUCE = torch.ops.specgraph.all_reduce.default
 WHOLE = (ALL_REDUCE, aten.embedding.default)
 """What gives a whole value to every device."""
 NORMS = (aten.layer_norm.default, aten.rms_norm.default)
+REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList)
+"""Ops that over a dimension that is cut are a sum over devices."""
+
+
+EVERY = -1
+"""In the place of the number of a device: all of them compute a value, each for itself."""
 
 
 class WholeError(Mismatch):
@@ -131,6 +145,8 @@ class Region:
         covered: the nodes that have been copied, and need not run whole any more.
         cut: the nodes that read the numbers of the weights of the products among them.
         made: the new nodes, in the order in which they were made.
+        totals: the means and sums over what is cut, and what each device adds to them.
+        items: what every device needs of what devices share, and a copy of it.
     """
 
     module: fx.GraphModule
@@ -139,7 +155,9 @@ class Region:
     only: tuple[int, torch.device] | None = None
     covered: dict[fx.Node, None] = field(default_factory=dict)
     cut: dict[fx.Node, None] = field(default_factory=dict)
-    made: list[fx.Node] = field(default_factory=list)
+    made: dict[fx.Node, None] = field(default_factory=dict)
+    totals: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    items: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _known: dict[tuple[fx.Node, Part, int], fx.Node] = field(default_factory=dict)
 
     def part(self, value: Any, part: Part, device: int) -> Any:
@@ -192,18 +210,100 @@ class Region:
             before = node
         return parts
 
-    def check_closed(self) -> None:
-        """Raise ``Mismatch`` if something else reads a node that was copied: it would run whole, too."""
-        inside = {*self.covered, *self.made, self.last}
-        for node in self.covered:
-            for user in node.users:
-                if user not in inside:
-                    raise Mismatch(f"{user.name} ({called(user)}) reads all of {node.name}")
+    def close(self) -> None:
+        """Copy what else reads a node that was copied, up to means and sums over what is cut, which become sums over
+        devices. Such a node would run whole, too.
+
+        Raises:
+            Mismatch: something needs all of the node in another way.
+        """
+        seen = set[fx.Node]()
+        while waiting := [node for node in self.covered if node not in seen]:
+            seen.update(waiting)
+            for node in waiting:
+                inside = {*self.covered, *self.made, *self.totals, *self.items, self.last}
+                for user in [user for user in node.users if user not in inside]:
+                    self._copy_reader(node, user)
+
+    def finish(self) -> None:
+        """Put sums over devices in the place of means and sums. Those that need not wait for each other are one."""
+        for group in list(grouped(sorted(self.totals), self._together)):
+            own = [self._beside(group, device) for device in range(len(self.totals[group[0]]))]
+            total = keep_meta(insert(group[0], ALL_REDUCE, (own,), name="all_reduce"), own[0])
+            for place, node in enumerate(group):
+                alone = insert_valued(node, aten.slice.Tensor, total, -1, place, place + 1) if group[1:] else total
+                replace(node, alone)
+        for node, copy in self.items.items():
+            replace(node, copy)
 
     def undo(self) -> None:
         """Erase the copies."""
         for node in reversed(self.made):
             self.module.graph.erase_node(node)
+
+    def _copy_reader(self, node: fx.Node, user: fx.Node) -> None:
+        """Copy ``user``, which reads all of ``node``: it computes elements, or is a mean or a sum over what is cut.
+
+        An item that lies beside those that are cut, such as the only keys, is computed whole.
+        """
+        found = [(device, part) for known, part, device in self._known if known is node and device != EVERY]
+        if node.target in PARTS and user.target is operator.getitem and not found:
+            dim = arguments(node)["dim"] % user.meta["val"].dim()
+            self.items[user] = _item(self, user, Part(dim, 0, user.meta["val"].shape[dim]), EVERY)
+            return
+        devices, parts = [device for device, _ in found], [part for _, part in found]
+        value, given = value_of(node), value_of(user)
+        if value is None or given is None or devices != [*range(len(found))] or len({p.size for p in parts}) != 1:
+            raise Mismatch(f"{user.name} ({called(user)}) reads all of {node.name}")
+        if user.target in REDUCTIONS and _is_over(user, parts[0]):
+            self.totals[user] = self._total(node, user, parts)
+        elif _is_pointwise(user) and "hidden_state" not in user.meta and same_sizes(given.shape, value.shape):
+            for device, part in found:
+                self.part(user, part, device)
+        else:
+            raise Mismatch(f"{user.name} ({called(user)}) reads all of {node.name}")
+
+    def _total(self, source: fx.Node, node: fx.Node, parts: Sequence[Part]) -> list[fx.Node]:
+        """What every device adds to a mean or a sum over what is cut."""
+        times, whole = Counter(part.begin for part in parts), source.meta["val"].shape[parts[0].dim]
+        if sorted(times) != [*range(0, whole, parts[0].size)] or len({*times.values()}) != 1:
+            raise Mismatch(f"{node.name} reads all of {source.name}, of which devices have unequal shares")
+        own = [self.follow(node, source, self.part(source, part, device), device) for device, part in enumerate(parts)]
+        count = len(parts) if node.target is aten.mean.dim else times[0]  # several may have the same part
+        if count == 1:
+            return own
+        shares = (insert(node, aten.div.Tensor, (value, count), name=value.name) for value in own)
+        return [self._noted(share, node, None, device) for device, share in enumerate(shares)]
+
+    def _together(self, nodes: list[fx.Node]) -> bool:
+        """Whether one sum can be that of the last of some means, and of those before it, which can be one.
+
+        What devices add to the last one moves in front of the first then.
+        """
+        first, last = nodes[0], nodes[-1]
+        alike = same_sizes(first.meta["val"].shape, last.meta["val"].shape) and dtype_of(first) == dtype_of(last)
+        if not alike or not _is_one(first.meta["val"].shape[-1]):
+            return False
+        needed, waiting = set[fx.Node](), [*self.totals[last]]
+        while waiting:
+            node = waiting.pop()
+            if node in nodes:
+                return False
+            if node > first and node not in needed:
+                needed.add(node)
+                waiting += node.all_input_nodes
+        for node in sorted(needed):
+            first.prepend(node)
+        return True
+
+    def _beside(self, nodes: list[fx.Node], device: int) -> fx.Node:
+        """What a device adds to several means or sums, side by side."""
+        values = [self.totals[node][device] for node in nodes]
+        if len(values) == 1:
+            return values[0]
+        joined = insert_valued(nodes[0], aten.cat.default, values, -1)
+        joined.meta[DEVICE] = device
+        return joined
 
     def _computed(self, node: fx.Node, part: Part, device: int) -> fx.Node:
         if node.op == "get_attr" and part.every is None:
@@ -215,9 +315,7 @@ class Region:
         product = product_of(node)
         if product is not None:
             return self.rows(product, [part], device)
-        rule = RULES.get(node.target) or (
-            _pointwise if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
-        )
+        rule = _pointwise if _is_pointwise(node) else RULES.get(node.target)
         if rule is None or (part.every is not None and rule not in (_pointwise, _view, _mean, _norm)):
             raise Mismatch(f"{node.name} ({called(node)}) is not known to be computed by parts")
         found = rule(self, node, part, device)
@@ -246,7 +344,7 @@ class Region:
         """One tensor of several, a copy where the device is; of a device that will not be left, without memory."""
         if len(pieces) == 1:
             return pieces[0]
-        if self.only is None or self.only[0] == device:
+        if self.only is None or device in (EVERY, self.only[0]):
             there = pieces[0].device if self.only is None else self.only[1]
             return torch.cat([piece.to(there) for piece in pieces], dim)
         shape = [*pieces[0].shape]
@@ -259,7 +357,7 @@ class Region:
     def _read(self, node: fx.Node, tensor: Tensor, what: str, parts: Sequence[Part], device: int) -> fx.Node:
         """A node that reads what a device has of the tensor that ``node`` reads."""
         places = "_".join(f"{part.begin}_{part.begin + part.size}" for part in parts)
-        name = f"{node.target}_device{device}_{what}_{places}"
+        name = f"{_suffixed(str(node.target), device)}_{what}_{places}"
         set_attribute(self.module, name, tensor)
         with self.module.graph.inserting_before(node):
             new = self._noted(self.module.graph.get_attr(name), node, None, device)
@@ -277,8 +375,9 @@ class Region:
         new.meta = {key: noted for key, noted in like.meta.items() if key not in ("pass_name", "hidden_state", LAYOUT)}
         if part is not None and value is not None:
             new.meta["val"] = self._narrowed(value, part)
-        new.meta[DEVICE] = device
-        self.made.append(new)
+        if device != EVERY:
+            new.meta[DEVICE] = device
+        self.made[new] = None
         return new
 
     def _narrowed(self, value: Any, part: Part) -> Any:
@@ -347,8 +446,23 @@ def behind_sum(node: Any) -> list[fx.Node]:
     return [*chains[0], node] if len(chains) == 1 else []
 
 
+def _is_pointwise(node: fx.Node) -> bool:
+    return node.target in SAME or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_over(node: fx.Node, part: Part) -> bool:
+    """Whether a mean or a sum is over the dimension of a part, and over all of it."""
+    given = arguments(node)
+    dims = given["self"].meta["val"].dim()
+    return part.every is None and part.dim in {dim % dims for dim in given["dim"] or range(dims)}
+
+
 def _name(node: fx.Node, device: int) -> str:
-    return f"{node.name}_device{device}"
+    return _suffixed(node.name, device)
+
+
+def _suffixed(name: str, device: int) -> str:
+    return f"{name}_every" if device == EVERY else f"{name}_device{device}"
 
 
 def _is_one(size: Any) -> bool:
@@ -507,9 +621,25 @@ def _mean(region: Region, node: fx.Node, part: Part, device: int) -> Any:
 def _norm(region: Region, node: fx.Node, part: Part, device: int) -> Any:
     x, sizes, *rest = node.args
     source = region.part(x, part, device)
-    if part.dim >= node.meta["val"].dim() - len(sizes):  # type: ignore[arg-type]
+    if part.dim < node.meta["val"].dim() - len(sizes):  # type: ignore[arg-type]
+        return ((source, sizes, *rest),)
+    if node.target is not aten.rms_norm.default or len(sizes) != 1 or arguments(node)["eps"] is None:  # type: ignore[arg-type]
         raise Mismatch(f"{node.name} is a norm over all of what would be cut")
-    return ((source, sizes, *rest),)
+    return region.part(_written_out(node), part, device)
+
+
+def _written_out(norm: fx.Node) -> fx.Node:
+    """Put ``x * rsqrt(mean(x^2) + eps) * weight`` in the place of an op that computes it, for its mean is a sum."""
+    x, weight, eps = (arguments(norm)[name] for name in ("input", "weight", "eps"))
+    dtype, exact = norm.meta["val"].dtype, torch.promote_types(norm.meta["val"].dtype, torch.float32)
+    wide = x if dtype == exact else insert_valued(norm, aten.to.dtype, x, exact)
+    mean = insert_valued(norm, aten.mean.dim, insert_valued(norm, aten.mul.Tensor, wide, wide), [-1], True)
+    scale = insert_valued(norm, aten.rsqrt.default, insert_valued(norm, aten.add.Tensor, mean, eps))
+    result = insert_valued(norm, aten.mul.Tensor, wide, scale)
+    result = result if weight is None else insert_valued(norm, aten.mul.Tensor, result, weight)
+    result = result if dtype == exact else insert_valued(norm, aten.to.dtype, result, dtype)
+    replace(norm, result)
+    return result
 
 
 def _keys(node: fx.Node, part: Part, heads: int, keys: int) -> Part:
@@ -551,7 +681,7 @@ def _conv(region: Region, node: fx.Node, part: Part, device: int) -> Any:
 
 
 RULES: dict[Any, Callable[[Region, fx.Node, Part, int], Any]] = {
-    **dict.fromkeys(SAME, _pointwise), **dict.fromkeys(VIEWS, _view), **dict.fromkeys(NORMS, _norm),
+    **dict.fromkeys(VIEWS, _view), **dict.fromkeys(NORMS, _norm),
     aten.transpose.int: _transpose, aten.slice.Tensor: _slice, operator.getitem: _item, aten.mean.dim: _mean,
     aten.cat.default: _side_by_side, aten.stack.default: _side_by_side, aten.squeeze.dim: _ones,
     aten.unsqueeze.default: _ones, aten.slice_scatter.default: _scatter, aten.new_empty.default: _of_size,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.linear import norm
+from specgraph.kernels.linear.shared_norm import MEAN_SQUARES, RMS_NORM_PART
 from tests.gpu.capture import captured, no_synchronisation
 from tests.kernels.linear.test_norm import EPS, assert_close
 
@@ -25,15 +26,29 @@ def weight(x: Tensor) -> Tensor:
     return linear_weight(x.shape[-1], x.dtype)
 
 
+def mean_squares(x: Tensor, form: str = "triton") -> Tensor:
+    rows = x.reshape(1, -1, x.shape[-1])
+    return MEAN_SQUARES.form(form)([rows, rows[..., : x.shape[-1] // 2]], count=2).view(*x.shape[:-1], 2)
+
+
+def rms_norm_part(x: Tensor, form: str = "triton") -> Tensor:
+    means = x.new_full((*x.shape[:-1], 2), 0.7, dtype=torch.promote_types(x.dtype, torch.float32))
+    return RMS_NORM_PART.form(form)(x, weight(x), means, place=1, eps=EPS, offset=1.0)
+
+
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: norm.RMS_NORM.form("triton")(x, weight(x), eps=EPS, offset=1.0),
     "layer_norm": lambda x: norm.LAYER_NORM.form("triton")(x, None, None, eps=EPS),
     "row_mean": norm.ROW_MEAN.form("triton"),
+    "mean_squares": mean_squares,
+    "rms_norm_part": rms_norm_part,
 }
 REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: norm.RMS_NORM.form("reference")(x, weight(x), eps=EPS, offset=1.0),
     "layer_norm": lambda x: norm.LAYER_NORM.form("reference")(x, None, None, eps=EPS),
     "row_mean": norm.ROW_MEAN.form("reference"),
+    "mean_squares": functools.partial(mean_squares, form="reference"),
+    "rms_norm_part": functools.partial(rms_norm_part, form="reference"),
 }
 # Head size, hidden sizes, gate and up of an 8B model side by side, and widths that no vector divides.
 WIDTHS = (128, 2048, 4096, 16384, 28672, 72, 4102)

@@ -200,6 +200,8 @@ SHARED: dict[str, tuple[str, str | None, dict[str, Any]]] = {
         "num_key_value_heads": 8, "head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
         "q_lora_rank": 256, "kv_lora_rank": 128, "moe_intermediate_size": 256,
     }),
+    "norms over all heads": ("olmo2", None, {}),
+    "norms over all heads, and experts": ("olmoe", "fp8", {"intermediate_size": 256}),
 }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from specgraph.kernels.peers import ThreadGroup, exchanging
 from specgraph.passes.base import PassResult
 from specgraph.passes.common.one_rank import sort_weights
 from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.fuse_norm import FuseNorm
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_recurrent_state import InsertRecurrentState
 from specgraph.passes.lower_kernels import LowerKernels
@@ -52,7 +53,7 @@ PROMPTS = ragged_prompts()
 NEW = 10
 SPLIT = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox", "gpt2", "starcoder2",
-    "granite", "cohere", "smollm3", "glm4", "stablelm", "opt",
+    "granite", "cohere", "smollm3", "glm4", "stablelm", "opt", "olmo2",
 )  # fmt: skip
 """The dense architectures, all layers of which are split."""
 
@@ -68,7 +69,11 @@ SEVERAL_LAYERS = ("llama", "gemma2", "gpt2", "opt", "lfm2")
 @functools.cache
 def model(architecture: str = "llama") -> PreTrainedModel:
     one = {} if architecture in SEVERAL_LAYERS else {"num_hidden_layers": 1, "layer_types": None}
-    return double_model(architecture, 1, **one)
+    own = double_model(architecture, 1, **one)
+    for name, weight in own.named_parameters():
+        if "q_norm" in name or "k_norm" in name:  # all ones would hide whose they are
+            weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
+    return own
 
 
 @functools.cache
@@ -93,7 +98,7 @@ def sharded(count: int, rank: int | None = None, own: PreTrainedModel | None = N
 
 @pytest.mark.parametrize("architecture", SPLIT)
 def test_tokens_are_those_of_one_device_and_of_generate(architecture: str) -> None:
-    both = architecture in ("llama", "gemma2", "gpt2")
+    both = architecture in ("llama", "gemma2", "gpt2", "olmo2")
     for count in (2, 4) if both else (2 + 2 * (SPLIT.index(architecture) % 2),):
         many = decoder(architecture, "none", count)
         assert_same_tokens(model(architecture), PROMPTS, many.generate(PROMPTS, max_new_tokens=NEW).new_tokens,
@@ -103,7 +108,8 @@ def test_tokens_are_those_of_one_device_and_of_generate(architecture: str) -> No
         assert_same_tokens(model(architecture), PROMPTS, many.generate(PROMPTS, **drawn).new_tokens, one)
         target = many.stages["shard"].modules.unchanged["target"]
         layers = model(architecture).config.num_hidden_layers
-        assert len([*calls(target.graph, ALL_REDUCE)]) == 2 * layers, "attention and what follows it in every layer"
+        sums = 2 + (architecture == "olmo2")  # attention, what follows it, and the norms of queries and keys
+        assert len([*calls(target.graph, ALL_REDUCE)]) == sums * layers
         whole = [miss.where for miss in result(many).near_misses]
         assert whole and all("embed" in name or "lm_head" in name or "wpe" in name for name in whole)
 
@@ -239,13 +245,71 @@ def test_pools_have_the_key_heads_of_their_device() -> None:
     assert {pool.shape[2] for pool in eight.inputs["target_caches"]} == {2}  # type: ignore[union-attr]
 
 
-def test_one_key_head_is_whole_on_every_device() -> None:
-    own = double_model("llama", 1, num_key_value_heads=1)
+ONE_KEY_HEAD: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "llama": ({"num_key_value_heads": 1}, {"k_proj.weight", "v_proj.weight"}),
+    "gpt_bigcode": ({}, {"weight_every_outputs_32_40", "weight_every_outputs_40_48"}),  # beside queries in one weight
+}
+
+
+@pytest.mark.parametrize("architecture", ONE_KEY_HEAD)
+def test_one_key_head_is_whole_on_every_device(architecture: str) -> None:
+    sizes, whole = ONE_KEY_HEAD[architecture]
+    own = double_model(architecture, 1, **sizes)
     many = compiled(own, "none", parallel=parallel(2))
     found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
     assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
     missed = {miss.where.rpartition("attn.")[2] for miss in result(many).near_misses if "attn" in miss.where}
-    assert missed == {"k_proj.weight", "v_proj.weight"}
+    assert missed == whole
+
+
+OVER_ALL_HEADS = {"olmo2": ("eagle3", 4), "olmo3": ("ngram", 2), "olmoe": ("medusa", 2), "minimax_m2": ("eagle3", 4)}
+"""A drafter, and a number of devices: there are two key heads, so that two of four devices have the same."""
+
+
+@pytest.mark.parametrize("architecture", OVER_ALL_HEADS)
+def test_norms_over_all_heads_are_sums_over_devices(architecture: str) -> None:
+    own, (kind, count) = model(architecture), OVER_ALL_HEADS[architecture]
+    head = random_head(own, load_config({"draft": {"kind": kind}}).draft)
+    one, many = (compiled(own, kind, draft=head, **more) for more in ({}, {"parallel": parallel(count)}))
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
+    drawn = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "seed": 3}
+    assert_same_tokens(own, PROMPTS, *(each.generate(PROMPTS, **drawn).new_tokens for each in (many, one)))
+    assert not any("attn" in miss.where for miss in result(many).near_misses)
+    target = many.stages["shard"].modules.unchanged["target"]
+    parts = {name: t.numel() for name, t in target.named_buffers() if "q_norm" in name or "k_norm" in name}
+    assert sorted(parts.values()) == sorted([32 // count] * count + [max(16 // count, 8)] * count)
+    of_norms, *others = calls(target.graph, ALL_REDUCE)
+    assert of_norms.meta["val"].shape[-1] == 2 and len(others) == 2, "one number of the queries and one of the keys"
+
+
+class Standardised(torch.nn.Module):
+    """What takes the mean, then that of squares, and the sum of magnitudes, of all features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + x.abs().sum(-1, keepdim=True) + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("where", "count", "sums"),
+    [
+        (
+            "mlp.act_fn",
+            3,
+            [1, 2, 32],
+        ),  # the mean, those behind it, and the layer; three devices do not share four heads
+        ("self_attn.k_norm", 4, [2, 2, 32, 32]),  # queries' squares with the mean; two devices have the same keys
+    ],
+)
+def test_means_and_sums_that_wait_for_each_other_are_exchanged_apart(where: str, count: int, sums: list[int]) -> None:
+    own = double_model("olmo2", 1, **ONE)
+    own.model.layers[0].set_submodule(where, Standardised())
+    many = compiled(own, "none", parallel=parallel(count))
+    found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
+    target = many.stages["shard"].modules.unchanged["target"]
+    assert [node.meta["val"].shape[-1] for node in calls(target.graph, ALL_REDUCE)] == sums
 
 
 @pytest.mark.parametrize(("architecture", "count"), [("deepseek_v3", 4), ("deepseek_v2", 2)])
@@ -291,7 +355,9 @@ def test_every_split_is_reported() -> None:
 
 
 def test_what_is_not_split_is_a_near_miss_with_its_reason_and_its_bytes() -> None:
-    own = double_model("olmo2", 1)  # it has norms over the queries and the keys of all heads
+    own = double_model("olmo2", 1)
+    for layer in own.model.layers:
+        layer.self_attn.q_norm = torch.nn.LayerNorm(32, dtype=torch.float64)  # an op, and not written out
     many = compiled(own, "none", parallel=parallel(2))
     found = many.generate(PROMPTS, max_new_tokens=NEW).new_tokens
     assert_same_tokens(own, PROMPTS, found, reference_greedy(own, PROMPTS, NEW))
@@ -345,7 +411,16 @@ def test_a_dump_says_on_which_device_a_node_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("opt", 2), ("llama", 4), ("mixtral", 2), ("sorted experts", 2), ("qwen3_5_text", 2), ("deepseek_v3", 2)],
+    [
+        ("opt", 2),
+        ("llama", 4),
+        ("mixtral", 2),
+        ("sorted experts", 2),
+        ("qwen3_5_text", 2),
+        ("deepseek_v3", 2),
+        ("olmo2", 4),
+        ("zamba2", 2),
+    ],
 )
 def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None:
     """With the bits of the graph of all devices, and with pages and states for its own heads."""
@@ -367,8 +442,11 @@ def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None
 
     group, (logits, together) = ThreadGroup(count), run(program)
     ranks = [sharded(count, rank=rank, own=own) for rank in range(count)]
-    sums = 2 * own.config.num_hidden_layers * (count - 1)  # behind attention and MLP, and to each other device
-    assert all(sent_bytes(each, 3) == 3 * sums * own.config.hidden_size * logits.element_size() for each in ranks)
+    size, layers = own.config.hidden_size * logits.element_size(), own.config.num_hidden_layers
+    row = {  # behind attention and MLP, and means in float32: of queries and of keys, or of a mixer
+        "olmo2": layers * (2 * size + 2 * 4), "zamba2": layers * (size + 4) + 2 * size + 2 * 48 * 8,
+    }.get(name, layers * 2 * size)  # fmt: skip
+    assert all(sent_bytes(each, 3) == 3 * row * (count - 1) for each in ranks)
     with ThreadPoolExecutor(count) as threads:
         results = list(threads.map(run_rank, ranks))
     assert all(torch.equal(own, logits) for own, _ in results)
@@ -376,10 +454,13 @@ def test_each_device_can_run_the_graph_of_its_own(name: str, count: int) -> None
         layer, device = divmod(index // 2, count)
         assert torch.equal(results[device][1]["target_caches"][2 * layer + index % 2], pool) and pool.any()
     written = [buffer for buffer in together.get("target_states", ())[1:] if buffer.any()]
-    for buffer in written:
-        equal = [any(torch.equal(buffer, each) for each in own["target_states"]) for _, own in results]
-        assert equal.count(True) == 1
-    assert len(written) == (2 * (3 + 4) if name == "qwen3_5_text" else 0), "three convolutions, and rows of a chunk"
+    ranks_with_it = Counter(
+        sum(any(torch.equal(buffer, each) for each in own["target_states"]) for _, own in results) for buffer in written
+    )
+    # Three convolutions of each layer and rank, and rows of a chunk; in zamba2, two convolutions of the only keys and
+    # queries for both, and on each the same keys and what a scan without rates leaves of them.
+    wanted = {"qwen3_5_text": {1: 2 * (3 + 4)}, "zamba2": {1: 2 * 2 * 3, 2: 2 * (2 + 2 * 2)}}
+    assert ranks_with_it == wanted.get(name, {})
 
 
 @pytest.mark.parametrize("name", ["sorted int4", "sorted experts"])
@@ -396,7 +477,9 @@ def test_weights_from_a_cpu_are_sorted_as_those_of_a_model_on_a_gpu(name: str) -
         assert [(value.shape, value.dtype) for value in values] == [(t.shape, t.dtype) for t in a.tensors(first)]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe", "qwen3_5_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma2", "qwen2_moe", "qwen3_5_text", "deepseek_v3", "olmo2", "minimax_m2"]
+)
 def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -> None:
     config = load_config({"lowering": {"name": "gpu", "cuda_graph": False}, "draft": {"kind": "none"}})
     passes = build_passes(config)
@@ -427,15 +510,18 @@ def test_sums_take_in_the_residual_and_the_norm_behind_them(architecture: str) -
     assert torch.equal(*results)
     ops = Counter(called(node) for node in ranks[0].modules.unchanged["target"].graph.nodes)
     layers = target.info.num_layers
-    # gemma norms what a layer gives before it adds it, so there is nothing to take in.
-    taken = ("all_reduce_rank_norm", "all_reduce_rank")[architecture == "gemma2"]
+    # gemma and olmo norm what a layer gives before they add it, so there is nothing to take in.
+    norms_first, over_all_heads = architecture in ("gemma2", "olmo2"), architecture in ("olmo2", "minimax_m2")
+    taken = ("all_reduce_rank_norm", "all_reduce_rank")[norms_first]
     experts = [own for own in linears(ranks[0].modules.unchanged["target"].graph) if own.expert_ids is not None]
     assert [bool(own.epilogue["gate"]) for own in experts] == [True, False] * (len(experts) // 2)
     wanted = 2 * layers - 1 - len(experts) // 2  # a norm in front of experts is for their choice, too
     assert sum(count for name, count in ops.items() if name.endswith(f"{taken}.default")) >= wanted, ops
     sums = [node for node in ranks[0].modules.unchanged["target"].graph.nodes if "all_reduce_rank" in called(node)]
     residuals = [node for node in sums if arguments(node)["residual"] is not None]
-    assert (len(sums), len(residuals)) == (2 * layers, 0 if architecture == "gemma2" else 2 * layers)
+    assert (len(sums), len(residuals)) == ((2 + over_all_heads) * layers, 0 if norms_first else 2 * layers)
+    of_norms = {name.removeprefix("specgraph.").removesuffix(".default"): count for name, count in ops.items()}
+    assert of_norms.get("mean_squares", 0) == layers * over_all_heads == of_norms.get("rms_norm_part", 0) / 2
 
 
 def test_the_graph_of_one_device_does_not_run_alone() -> None:
@@ -468,6 +554,12 @@ def drop_sum(target: fx.GraphModule) -> None:
 def same_part_twice(target: fx.GraphModule) -> None:
     node = next(calls(target.graph, ALL_REDUCE))
     node.args = ([node.args[0][0]] * 2,)  # type: ignore[index]
+
+
+def drop_division(target: fx.GraphModule) -> None:
+    """Add the means of devices, as if each had all heads."""
+    for node in list(calls(target.graph, torch.ops.aten.div.Tensor)):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
 
 
 def other_heads(name: str) -> Callable[[fx.GraphModule], None]:
@@ -503,7 +595,9 @@ FAULTS = {
     "columns": ("llama", other_heads("down_proj")), "bias": ("opt", bias_by_each),
     "latent heads": ("deepseek_v3", other_heads("kv_b_proj")),
     "bias of experts": ("gpt_oss", bias_of_experts_by_each), "states": ("qwen3_5_text", other_heads("in_proj_b")),
-    "channels": ("lfm2", other_heads("conv.conv")),
+    "channels": ("lfm2", other_heads("conv.conv")), "no sum of means": ("olmo2", drop_sum),
+    "no division": ("olmo2", drop_division), "weights of norms": ("olmo2", other_heads("q_norm")),
+    "the only keys": ("gpt_bigcode", other_heads("c_attn.weight_every")),
 }  # fmt: skip
 
 
@@ -528,6 +622,30 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("specgraph.compiler.selfcheck.Shard", planted(plant))
     with pytest.raises(specgraph.UnsupportedModelError, match="decodes differently"):
         compiled(model(architecture), "none", parallel=parallel(2), debug={"self_check": True})
+
+
+@pytest.mark.parametrize("plant", [None, drop_division])
+def test_a_norm_takes_in_the_sum_of_its_means_and_no_other_sum(plant: Callable[[fx.GraphModule], None] | None) -> None:
+    shard = Shard if plant is None else planted(plant)
+    target, group = trace(model("olmo2")), ThreadGroup(2)
+    given = torch.tensor([[5, 6, 7]]), torch.arange(3)[None]
+    done = [run_passes(first_program(target, NoDrafter()), [shard(2, rank), FuseNorm()]) for rank in range(2)]
+
+    def run(rank: int) -> list[Tensor]:
+        with torch.no_grad(), exchanging(group):
+            return [done[rank][0][stage].modules["target"](*given)[-1] for stage in ("shard", "fuse_norm")]
+
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(run, range(2)))
+    torch.testing.assert_close(results[0][1], results[0][0], rtol=1e-12, atol=1e-12)
+    assert all(map(torch.equal, *results))
+    stages, reports = done[0]
+    names = [called(node) for node in stages["fuse_norm"].modules.unchanged["target"].graph.nodes]
+    fused = [name.split(".")[1] for name in names if "rms_norm_part" in name or "mean_squares" in name]
+    assert fused == (["mean_squares", "rms_norm_part", "rms_norm_part"] if plant is None else [])
+    misses = [miss.reason for miss in reports[-1].result.near_misses]
+    assert len(misses) == (0 if plant is None else 2)
+    assert all(reason.endswith("is not the mean over the last dimension plus epsilon") for reason in misses)
 
 
 @pytest.mark.parametrize("plant", [drop_sum, same_part_twice])
@@ -566,11 +684,10 @@ def test_other_devices_are_refused(given: dict[str, Any], message: str) -> None:
 
 
 HYBRID = {
-    "qwen3_next": "", "qwen3_5_text": "", "kimi_linear": "_a_proj", "lfm2": "", "bamba": "",
-    "zamba2": "mamba",
+    "qwen3_next": "", "qwen3_5_text": "", "kimi_linear": "_a_proj", "lfm2": "", "bamba": "", "zamba2": "", "mamba2": "",
 }  # fmt: skip
-"""By models with recurrent layers, what of these is whole: products in front of others, or all where a norm takes all
-features.
+"""By models with recurrent layers, what of these is whole: products in front of others. In zamba2, all heads share keys
+and a norm, and in mamba2 a norm.
 """
 
 
@@ -583,7 +700,7 @@ def test_heads_and_channels_of_recurrent_layers_are_split(architecture: str) -> 
     one = compiled(own, kind, draft=head, debug={"self_check": False})
     tokens = [each.generate(PROMPTS, max_new_tokens=NEW).new_tokens for each in (many, one)]
     assert_same_tokens(own, PROMPTS, *tokens)
-    mixers = ("linear_attn", "mamba", "self_attn")
+    mixers = ("linear_attn", "mamba", "mixer", "self_attn")
     layers = [name for name, _ in own.named_parameters() if any(part in name for part in mixers)]
     missed = {miss.where.removeprefix("target.") for miss in result(many).near_misses}
     expected = {name for name in layers if own.get_parameter(name).dim() > 1 and whole and whole in name}
@@ -592,7 +709,8 @@ def test_heads_and_channels_of_recurrent_layers_are_split(architecture: str) -> 
         [math.prod(buffer.shape[1:]) for buffer in each.stages["insert_recurrent_state"].inputs["target_states"][1:]]
         for each in (many, one)
     )
-    assert sum(state) == sum(alone) and (max(state) <= max(alone) // 2) == (whole != "mamba")
+    twice = 2 * 384 * (architecture == "zamba2")  # of two layers, rows of the only keys are on both devices
+    assert sum(state) == sum(alone) + twice and max(state) <= max(alone) // 2
 
 
 @pytest.mark.parametrize("architecture", ["qwen2_moe", "glm4_moe", "falcon_h1"])

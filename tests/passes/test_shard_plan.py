@@ -23,17 +23,10 @@ from specgraph.passes.base import PassResult
 from specgraph.passes.common.device_parts import ATTENTION, RULES
 from specgraph.passes.pipeline import run_passes
 from specgraph.passes.shard import Shard
-from tests.models import ARCHITECTURES, HYBRIDS, MORE, WITHOUT_ATTENTION, double_model
+from tests.models import ARCHITECTURES, HYBRIDS, MORE, SHARED, WITHOUT_ATTENTION, double_model
 
-ALL = (*ARCHITECTURES, *MORE, *(name for name in HYBRIDS if name not in WITHOUT_ATTENTION))
+ALL = (*ARCHITECTURES, *MORE, *SHARED, *(name for name in HYBRIDS if name not in WITHOUT_ATTENTION))
 ATTENTION_LAYERS = {f"model.layers.*.self_attn.{name}_proj" for name in "qkvo"}
-NORM = "is a norm over all of what would be cut"
-WITH_NORM = ("olmo2", "olmo_hybrid")
-"""Architectures with a norm over all heads of queries and keys, whose attention is whole.
-
-Their plans gather queries, keys and values on every device before the norms, and cut them again behind attention. So a
-device has a part of the weights, and computes attention whole.
-"""
 
 
 @functools.cache
@@ -86,9 +79,7 @@ def lacking(plan: Mapping[str, str], result: PassResult) -> dict[str, str]:
 def test_what_the_plan_of_transformers_splits_is_split(architecture: str) -> None:
     plan = planned(architecture)
     layers = {name: how for name, how in plan.items() if not how.startswith("embedding")}  # tables are whole
-    found = lacking(layers, known(architecture)[1])
-    assert found.keys() == (ATTENTION_LAYERS if architecture in WITH_NORM else set())
-    assert all(NORM in reason for reason in found.values())
+    assert not lacking(layers, known(architecture)[1])
 
 
 def test_a_pass_that_does_not_know_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,14 +91,9 @@ def test_a_pass_that_does_not_know_attention_is_found(monkeypatch: pytest.Monkey
 
 
 def test_the_list_of_the_documentation_says_whose_attention_is_split() -> None:
-    found: dict[str, set[str]] = {"split": set(), "whole": set()}
     for architecture in ALL:
         graph = known(architecture)[0].modules.unchanged["target"].graph
-        split_here = {DEVICE in node.meta for node in calls(graph, ATTENTION)}
-        assert len(split_here) == 1, "all layers alike"
-        found["split" if True in split_here else "whole"].add(architecture)
+        assert {DEVICE in node.meta for node in calls(graph, ATTENTION)} == {True}, architecture
     text = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
-    listed: dict[str, set[str]] = {"split": set(), "whole": set()}
-    for kind, names in re.findall(r"^\| (split between heads|whole, since) .*?\| (.*) \|$", text, re.MULTILINE):
-        listed[kind.split()[0].strip(",")] |= {*names.split(", ")} & {*CONFIG_MAPPING}  # not all are in an older one
-    assert listed == found
+    (names,) = re.findall(r"have their attention split between heads: (.*?)\.\n", text, re.DOTALL)
+    assert {*names.replace("\n", " ").split(", ")} & {*CONFIG_MAPPING} == {*ALL}  # not all are in an older one

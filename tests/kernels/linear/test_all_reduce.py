@@ -86,10 +86,10 @@ class Here(PeerGroup):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])  # the interpreter makes no bfloat16
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_rank_adds_what_the_others_have_written(count: int, dtype: torch.dtype) -> None:
-    """In rows of one program and of two, in every turn of the slots; then come the residual and the norm."""
+    """In rows of one program and of two, and of two numbers, in every turn of the slots; then residual and norm."""
     torch.manual_seed(count)
     group = Here(count)
-    for number, (rows, width) in enumerate(((1, 64), (3, 704), (2, 100), (3, 704)), 1):
+    for number, (rows, width) in enumerate(((1, 64), (3, 704), (2, 100), (3, 704), (3, 2)), 1):
         parts = [torch.randn(rows, width, device=DEVICE).to(dtype) for _ in range(count)]
         residual, gain = torch.randn_like(parts[0]), torch.randn_like(parts[0][0])
         group.counts[0].fill_(number - 1)
