@@ -114,7 +114,7 @@ def compare(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], options: Cho
     auto = tokens_per_second(decoder, prompts, options)
     chosen = ", ".join(f"{k}: {n}" for k, n in sorted((decoder._engines.chosen - before).items()))
     print(f"auto {auto / plain:.3f}, of the best (K = {best}) {auto / fixed[best]:.3f}; chosen {chosen}")
-    print(*recent_acceptance.describe(decoder._engines._acceptance, decoder._engines.costs), sep="\n", flush=True)
+    print(*recent_acceptance.describe(decoder._engines._acceptance, decoder._engines.typical), sep="\n", flush=True)
 
 
 def main(words: Sequence[str]) -> None:

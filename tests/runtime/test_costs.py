@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specgraph.runtime.schedule.acceptance import Outlook, Survival
-from specgraph.runtime.schedule.step_costs import FALL, StepCosts
+from specgraph.runtime.schedule.step_costs import FALL, TYPICAL_FALL, StepCosts, TypicalCosts
 
 
 def priced(*steps: tuple[int, float]) -> StepCosts:
@@ -82,3 +82,28 @@ def test_a_new_sequence_begins_with_what_is_known_of_all() -> None:
 def test_a_later_draft_is_not_expected_more_often_than_an_earlier_one() -> None:
     survival = Survival([0.5, 0.75, 0.25], 0.5)
     assert [survival.expected(count) for count in range(5)] == [0.0, 0.5, 1.0, 1.25, 1.25]
+
+
+def test_a_typical_cost_is_the_median_of_the_last_steps() -> None:
+    costs = TypicalCosts()
+    for seconds, known in ((20.0, {}), (0.5, {}), (10.0, {5: 10.0}), (10.0, {5: 10.0}), (19.0, {5: 10.0})):
+        costs.add("kind", 5, seconds)
+        assert costs.known("kind") == known
+    for _ in range(8):
+        costs.add("kind", 5, 12.0)
+    assert costs.known("kind") == {5: 12.0} and costs.kinds() == ["kind"]
+
+
+def test_a_typical_cost_that_has_fallen_is_forgotten_when_it_is_tried_again() -> None:
+    costs = TypicalCosts()
+    for rows in (1, 5):
+        for _ in range(3):
+            costs.add("kind", rows, 30.0 if rows == 5 else 1.0)
+    for _ in range(300):
+        costs.add("kind", 1, 1.0)
+    assert costs.known("kind")[5] == pytest.approx(30.0 * (1 - TYPICAL_FALL) ** 300)
+    costs.add("kind", 5, 2.0)
+    assert {*costs.known("kind")} == {1}
+    for _ in range(2):
+        costs.add("kind", 5, 2.0)
+    assert costs.known("kind")[5] == 2.0

@@ -19,7 +19,7 @@ from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance, SharedAcceptance
 from specgraph.runtime.schedule.sequences import ActiveSequence
-from specgraph.runtime.schedule.step_costs import StepCosts
+from specgraph.runtime.schedule.step_costs import TypicalCosts
 from specgraph.specialise import specialise_step
 from specgraph.specialise.mode import Mode
 from tests.capturing import captured
@@ -212,7 +212,7 @@ def test_a_sequence_without_drafts_teaches_nothing_about_drafts() -> None:
     rates = []
     for rows in ([0, 1], [1]):
         shared = SharedAcceptance(K)
-        worth = RecentAcceptance(2, shared, StepCosts(), Counter())
+        worth = RecentAcceptance(2, shared, TypicalCosts(), Counter())
         worth.begin([0, 1])
         for _ in range(9):
             worth.stop([0])

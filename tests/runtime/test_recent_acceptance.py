@@ -19,7 +19,7 @@ from specgraph.runtime.execution.workspace import Workspace
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.schedule.recent_acceptance import AGAIN, RecentAcceptance, SharedAcceptance, describe
 from specgraph.runtime.schedule.sequences import ActiveSequence
-from specgraph.runtime.schedule.step_costs import StepCosts
+from specgraph.runtime.schedule.step_costs import TypicalCosts
 from tests.capturing import captured
 from tests.decoding import CONFIG, choose_at_random, in_a_stream_and_a_session
 from tests.drafters.test_matrix import DRAFTERS, MATCH, PROMPTS, draft, heads_exported_once, model
@@ -52,7 +52,7 @@ def test_under_strict_no_token_changes_whatever_is_chosen(
 
 def test_a_stream_and_a_session_choose_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecentAcceptance, "choose", choose_at_random())
-    common = {"max_new_tokens": 12, "eos_token_id": []}
+    common = {"max_new_tokens": 24, "eos_token_id": []}
     tested = adaptive("eagle3")
     expected = [tokens.tolist() for tokens in tested.generate(PROMPTS, **common).new_tokens]
     streamed, found, stats = in_a_stream_and_a_session(tested, PROMPTS, **common)
@@ -98,7 +98,7 @@ class Machine:
         self.acceptance, self.seconds = np.array(acceptance), seconds
         self.rows, self.ragged = [*range(len(acceptance))], ragged
         self.chosen = Counter[int]()
-        self._of_all = SharedAcceptance(MOST), StepCosts(), self.chosen
+        self._of_all = SharedAcceptance(MOST), TypicalCosts(), self.chosen
         self.start()
         self._noise = np.random.default_rng(0)
         self._sequences = [ActiveSequence(row, Request.__new__(Request), state_row=row) for row in self.rows]
@@ -155,6 +155,27 @@ def test_the_choice_is_nearly_the_best_number_and_never_worse_than_none(
     found = machine.tokens_per_second(3000)
     best = max(machine.of_fixed(k) for k in range(MOST + 1))
     assert found > 0.98 * machine.of_fixed(0) and found > 0.95 * best
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
+def test_a_host_that_reads_some_steps_late_does_not_mislead_the_choice(rate: float) -> None:
+    """Those behind them then seem to have taken next to nothing."""
+    seconds, dice, late = {0: 9.4, 1: 9.9, 2: 12.4, 3: 12.8, 5: 14.8, 7: 16.5}, np.random.default_rng(0), 0.0
+
+    def read(rows: int, k: int) -> float:
+        nonlocal late
+        before, late = late, seconds[k] * (dice.random() < 0.02)
+        return seconds[k] + late - before
+
+    best = max(sum(rate**i for i in range(k + 1)) / took for k, took in seconds.items())
+    for _ in range(6):
+        machine = Machine([rate] * 32, read)
+        machine.tokens_per_second(150)
+        before = machine.chosen.copy()
+        machine.tokens_per_second(300)
+        steps = machine.chosen - before
+        tokens = sum(count * sum(rate**i for i in range(k + 1)) for k, count in steps.items())
+        assert tokens / sum(count * seconds[k] for k, count in steps.items()) > 0.95 * best
 
 
 def test_mixed_sequences_get_a_number_of_drafts_each_where_rows_are_dear() -> None:

@@ -25,7 +25,7 @@ from specgraph.runtime.schedule.num_drafts import ChoosesDrafts, Longest, Worth,
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prompt_shapes import Overhead
 from specgraph.runtime.schedule.recent_acceptance import RecentAcceptance, SharedAcceptance, describe
-from specgraph.runtime.schedule.step_costs import StepCosts
+from specgraph.runtime.schedule.step_costs import StepCosts, TypicalCosts
 from specgraph.specialise.end_chains import StepModule
 from specgraph.specialise.mode import Mode
 
@@ -45,7 +45,8 @@ class EngineFactory:
         runners: where states come from.
         make_step: gives the variant of the step for a mode.
         host_time: what pauses of steps have cost.
-        costs: what decode steps have cost.
+        costs: what decode steps have cost where the host looks at their drafts.
+        typical: what they have cost where it does not.
         chosen: how many steps had which K, where it is chosen by what it is worth.
     """
 
@@ -55,6 +56,7 @@ class EngineFactory:
     make_step: Callable[[Mode], StepModule]
     host_time: HostTime = field(default_factory=HostTime)
     costs: StepCosts = field(default_factory=StepCosts)
+    typical: TypicalCosts = field(default_factory=TypicalCosts)
     chosen: Counter[int] = field(default_factory=Counter)
 
     @contextlib.contextmanager
@@ -133,7 +135,7 @@ class EngineFactory:
         drafter, numbers, why = self.program.drafter, sorted(self.chosen), list[str]()
         if not self._sees_drafts:
             reason = "by how many drafts were accepted lately, and by what steps have taken"
-            why = describe(self._acceptance, self.costs)
+            why = describe(self._acceptance, self.typical)
         elif not drafter.least_survival:
             numbers, reason = choices(drafter.num_speculative_tokens), "by what its drafts are worth"
         else:
@@ -154,7 +156,7 @@ class EngineFactory:
         if not self._sees_drafts:
             # On a CPU, packed rows run through modules that are not compiled.
             kinds = {"ragged": self.program.captured, "limited": MAX_DRAFTS in self.program.inputs}
-            return RecentAcceptance(num_state_rows, self._acceptance, self.costs, self.chosen, **kinds)
+            return RecentAcceptance(num_state_rows, self._acceptance, self.typical, self.chosen, **kinds)
         if drafter.least_survival:
             return Longest(self.chosen)
         return Worth(drafter.num_speculative_tokens, self.costs, self.chosen)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from specgraph.runtime.schedule.num_drafts import Choice, ChoosesDrafts, Promise, Reasons
 from specgraph.runtime.schedule.prompt_shapes import entries, padded_rows
 from specgraph.runtime.schedule.sequences import ActiveSequence
-from specgraph.runtime.schedule.step_costs import StepCosts
+from specgraph.runtime.schedule.step_costs import TypicalCosts
 
 CHOICES = (0, 1, 2, 3, 5, 7, 11, 15)
 """The values of K among which a step has a choice, besides the drafter's own; each is a graph for each batch size."""
@@ -56,8 +56,6 @@ AGAIN, AGAIN_FOR = 128, 5
 """After so many steps without drafts, so many have some,"""
 AGAIN_SHARE = 0.01
 """unless that would take more than this part of the time; then it is after more steps."""
-FALL = 1 / 8192
-"""The part by which what a step is known to cost falls for every other step, so that a wrong one is tried again."""
 
 
 def choices(most: int) -> list[int]:
@@ -124,7 +122,7 @@ class RecentAcceptance(ChoosesDrafts):
     ahead = False
 
     def __init__(
-        self, num_state_rows: int, shared: SharedAcceptance, costs: StepCosts, chosen: Counter[int], *,
+        self, num_state_rows: int, shared: SharedAcceptance, costs: TypicalCosts, chosen: Counter[int], *,
         ragged: bool = False, limited: bool = False,
     ) -> None:  # fmt: skip
         """``shared`` and ``costs`` are those of all engines of a decoder. ``chosen`` counts the steps of each K."""
@@ -182,7 +180,7 @@ class RecentAcceptance(ChoosesDrafts):
     def read(self, step: Enqueued, num_emitted: Sequence[int], seconds: float | None) -> None:
         """The step has emitted so many tokens of each sequence, in so long; None if that says nothing of others."""
         if seconds is not None:
-            self._costs.add(step.key, step.option, seconds, FALL)
+            self._costs.add(step.key, step.option, seconds)
         accepted = np.array(num_emitted, np.int64) - 1
         if step.option.rows is not None:
             idle = step.rows[(accepted >= 0) & (step.verified == 0)]
@@ -248,7 +246,7 @@ class RecentAcceptance(ChoosesDrafts):
         return max(0.0, with_one / known[Option(0)] - 1)
 
 
-def describe(shared: SharedAcceptance, costs: StepCosts) -> list[str]:
+def describe(shared: SharedAcceptance, costs: TypicalCosts) -> list[str]:
     """Lines that say what choices follow from: what all sequences have shown of drafts, and what steps take."""
     if not costs.kinds():
         return []
