@@ -89,9 +89,9 @@ def rms_norm_part_reference(given: RmsNormPart) -> Tensor:
     return normed.to(x.dtype).contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nothing"])
 def _mean_squares_kernel(
-    out, inputs, STRIDES: tl.constexpr, WIDTHS: tl.constexpr, ALIGNMENTS: tl.constexpr, COUNT: tl.constexpr,
+    out, inputs, nothing, STRIDES: tl.constexpr, WIDTHS: tl.constexpr, ALIGNMENTS: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of one input per program. The grid is (rows, inputs)."""
@@ -101,8 +101,9 @@ def _mean_squares_kernel(
     column = tl.arange(0, BLOCK)
     for i in tl.static_range(len(inputs)):
         if tl.program_id(1) == i:
-            # The product with the constant tells the compiler what divides it.
-            x = inputs[i] + row * STRIDES[i] * ALIGNMENTS[i]
+            # The compiler knows by what a stride can be divided, and the order of a sum follows from that. Behind the
+            # addition of nothing, it can count on the alignment alone.
+            x = inputs[i] + row * STRIDES[i] * ALIGNMENTS[i] + nothing * ALIGNMENTS[i]
             values = tl.load(x + column, mask=column < WIDTHS[i], other=0.0).to(EXACT)
             tl.store(out + row * len(inputs) + i, tl.sum(values * values, axis=0) / WIDTHS[i] / COUNT)
 
@@ -135,7 +136,7 @@ def mean_squares_triton(given: MeanSquares) -> Tensor:
     rows = [placed_heads(x.unsqueeze(2), alignment) for x, alignment in zip(given.inputs, alignments, strict=True)]
     sizes = row_options(max(widths), given.inputs[0].dtype)
     launch(
-        _mean_squares_kernel, (out.shape[:-1].numel(), len(rows)), out, tuple(rows),
+        _mean_squares_kernel, (out.shape[:-1].numel(), len(rows)), out, tuple(rows), 0,
         STRIDES=tuple(x.stride(1) // alignment for x, alignment in zip(rows, alignments, strict=True)), WIDTHS=widths,
         ALIGNMENTS=alignments, COUNT=given.count, **{name: sizes[name] for name in ("BLOCK", "EXACT", "num_warps")},
     )  # fmt: skip
