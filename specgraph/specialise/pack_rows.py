@@ -73,7 +73,8 @@ class PackRows(Pass, requires={"verify", "row_index"}, invalidates={"grid"}):
                     raise
                 # A module may look at several rows in a way that only their shapes show, in it or behind it.
                 name = error.graph.removesuffix(SUFFIX)
-                refused |= dict.fromkeys(before.modules if name == error.graph else [name], str(error))
+                first_time = name in before.modules and name not in refused
+                refused |= dict.fromkeys([name] if first_time else before.modules, str(error))
                 own = before.copy()
                 program.graph, program.modules, program.compiled = own.graph, own.modules, own.compiled
             else:
@@ -91,7 +92,7 @@ def _pack_calls(program: Program, refused: Mapping[str, str]) -> PassResult:
         except Mismatch as reason:
             misses.append(NearMiss(call.name, str(reason)))
     _take_from_packed(program)
-    _pack_heads(program, packer.capacity)
+    misses += _pack_heads(program, packer.capacity, refused)
     _drop_uncalled(program)
     grids = [node.name for node in calls(program.graph, step.unpack_rows)]
     notes = (f"{found} calls run packed rows", *([f"unpacked again: {', '.join(grids)}"] if grids else []))
@@ -344,16 +345,22 @@ def _unpack(call: fx.Node, cu_seqlens: fx.Node, grid: fx.Node | int) -> fx.Node:
     return unpacked
 
 
-def _pack_heads(program: Program, capacity: fx.Node) -> None:
-    """Let heads run the rows alone whose next token is unknown."""
+def _pack_heads(program: Program, capacity: fx.Node, refused: Mapping[str, str]) -> Iterator[NearMiss]:
+    """Let heads that are not ``refused`` run the rows alone whose next token is unknown. Gives those that cannot."""
     for needed in calls(program.graph, step.needed_packed_rows):
         _, _, grid, num_forced, count = needed.args
-        for head in [user for user in needed.users if user.op == "call_module" and count != 1]:
-            if not any(_across_rows(program.modules.unchanged[str(head.target)].graph)):
-                counts = insert(head, step.num_needed, (gathered(program, "num_rows"), num_forced, grid, needed))
-                cu_seqlens, source = _room(head, counts, capacity, needed)
-                head.replace_input_with(needed, insert(head, step.pack_rows, (needed, source)))
-                _unpack(head, cu_seqlens, needed).meta["role"] = head.meta.pop("role", None)
+        heads = [user for user in needed.users if user.op == "call_module" and user.target not in refused]
+        for head in heads if count != 1 else ():
+            try:
+                for node in _across_rows(program.modules.unchanged[str(head.target)].graph):
+                    raise Mismatch(f"{node.name} looks at several rows")
+            except Mismatch as reason:
+                yield NearMiss(head.name, str(reason))
+                continue
+            counts = insert(head, step.num_needed, (gathered(program, "num_rows"), num_forced, grid, needed))
+            cu_seqlens, source = _room(head, counts, capacity, needed)
+            head.replace_input_with(needed, insert(head, step.pack_rows, (needed, source)))
+            _unpack(head, cu_seqlens, needed).meta["role"] = head.meta.pop("role", None)
 
 
 def _take_from_packed(program: Program) -> None:

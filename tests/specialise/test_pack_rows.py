@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
+from specgraph.ir.shapes import SIZES
 from specgraph.ir.state import allocate
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
@@ -62,6 +63,32 @@ def test_what_a_draft_model_reads_is_packed_with_room_for_a_row_more_of_each() -
     assert [n.target for n in program.graph.find_nodes(op="call_module") if "draft" in n.target] == [
         "draft_packed", "draft", "draft",
     ]  # fmt: skip
+
+
+def halved(logits: Tensor) -> Tensor:
+    """Somebody's own function, of which a pass does not know what it does."""
+    return logits / 2
+
+
+def test_a_head_that_may_look_at_several_rows_runs_the_grid() -> None:
+    def mixed(program: Program, function: Any, *more: Any) -> Program:
+        copy = program.copy()
+        graph = copy.modules["lm_head"].graph
+        (result,) = graph.output_node().args
+        with graph.inserting_before(graph.output_node()):
+            graph.output_node().args = (graph.call_function(function, (result, *more)),)
+        copy.modules["lm_head"].recompile()
+        return copy
+
+    for changed, word in (
+        (mixed(built("draft_model", *WHOLE), halved), "halved"),
+        (mixed(built("draft_model", *WHOLE), torch.ops.aten.view.default, [SIZES["b"], 4, 101]), "view"),
+    ):
+        report, after = apply(PackRows(), changed)
+        (miss,) = report.result.near_misses
+        assert miss.where == "logits" and word in miss.reason
+        (head,) = after.graph.find_nodes(op="call_module", target="lm_head")
+        assert head.args[0].target is step.needed_packed_rows
 
 
 def test_a_grid_is_told_by_its_columns() -> None:
