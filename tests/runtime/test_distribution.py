@@ -108,7 +108,7 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
         ("block", "draft_model", -1, EACH, 0.7, 2),
     ],
     ids=["strict, drawn", "probabilistic, point masses", "probabilistic, K by load", "block, K by load",
-         "probabilistic, chains end", "block, chains end", "probabilistic, K for each", "block, K for each"],
+         "probabilistic, chains end", "block, chains end", "probabilistic, parallel for each", "block, K for each"],
 )  # fmt: skip
 def test_joint_distribution_over_several_steps(
     rule: str, kind: str, draft: int | None, k: int | dict[int, int] | str, temperature: float, top_k: int,
@@ -119,7 +119,8 @@ def test_joint_distribution_over_several_steps(
     extra: dict[str, Any] = {"verify": {"rule": rule}, "max_batch_size": BATCH}
     if k == EACH:
         monkeypatch.setattr(RecentAcceptance, "choose", choose_at_random())
-        decoder = replayed(rule, loaded)
+        parallel = {"parallel": True, "mask_token_id": 0} if rule == "probabilistic" else {}
+        decoder = replayed(rule, loaded, **parallel)
     else:
         decoder = compiled(model(0), kind, k, loaded, **extra) if k != ENDS else ending(rule)  # type: ignore[arg-type]
     counts, last = sampled(decoder, RUNS, temperature, top_k)
@@ -163,10 +164,10 @@ def test_numbers_of_drafts_that_follow_from_the_drafts_themselves_are_found(
     assert p_value(counts, exact_joint(1.0, 0)) < 1e-9
 
 
-def replayed(rule: str, draft: PreTrainedModel | None) -> SpeculativeDecoder:
+def replayed(rule: str, draft: PreTrainedModel | None, **parallel: Any) -> SpeculativeDecoder:
     """A decoder that chooses K without a look at the drafts, as on a GPU."""
-    drafting = {"draft.kind": "draft_model", "draft.num_speculative_tokens": 3, "draft.adaptive": True}
-    config = {**CONFIG, **drafting, "verify": {"rule": rule}, "max_batch_size": BATCH}
+    drafting = {"kind": "draft_model", "num_speculative_tokens": 3, "adaptive": True, **parallel}
+    config = {**CONFIG, "draft": drafting, "verify": {"rule": rule}, "max_batch_size": BATCH}
     return captured(specgraph.compile_speculative(model(0), config, draft=draft))
 
 
