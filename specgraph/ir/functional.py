@@ -11,7 +11,6 @@ from torch import fx
 from specgraph.compat import DispatchKey, OpOverload
 from specgraph.ir.known_shapes import storages
 
-
 _ATEN = torch.ops.aten
 _COPY, _SLICE = _ATEN.copy_.default, _ATEN.slice.Tensor
 
