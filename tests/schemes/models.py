@@ -21,8 +21,6 @@ from tests.once import once
 
 SCHEMES: dict[str, dict[str, Any]] = {"int4": {"group_size": 8}, "mxfp4": {}, "fp8": {}}
 """Every scheme with its options for the small models."""
-LAYERS = {"qwen3_moe": 1}
-"""GPT-OSS and the mixtures of other tests have several layers of experts, in every scheme."""
 FORMATS = {"int4": "int4", "mxfp4": "mxfp4", "fp8": "fp8_blocks"}
 """The format of each scheme."""
 _MOE = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
@@ -41,7 +39,6 @@ def sizes(architecture: str, scheme: str) -> dict[str, Any]:
 def _quantised(
     architecture: str, scheme: str, dtype: torch.dtype, seed: int, layers: int | None, group_size: int | None
 ) -> PreTrainedModel:
-    layers = layers or LAYERS.get(architecture)
     overrides: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     model = make_model(architecture, seed=seed, dtype=dtype, **sizes(architecture, scheme), **overrides)
     options = SCHEMES.get(scheme, {}) if group_size is None else {"group_size": group_size}
