@@ -6,10 +6,10 @@ Nothing is launched, so that what tests compute is zeros and whether they pass i
 kernel does not compile. The interpreter, which the tests use otherwise, takes much that the compiler refuses: a
 variable whose shape changes in a branch, for one.
 
-Triton's front end, which refuses such things, takes a variant of a kernel if one of its arguments has a new type or
-kind of constant, or two of them have types or constants that have not met (:func:`_features`). Its back end, which
-takes most of the time of a variant, compiles those with a new type of an argument, two types in one kernel that have
-not met, or a new number of warps and stages (:func:`_layouts`).
+Variants are compiled behind the last test: as few as have everything that any of them has. For Triton's front end,
+which refuses such things, that is every type and kind of constant of an argument, and every two that meet in a variant
+(:func:`_features`). For its back end, which takes most of the time of a variant, it is every type of an argument, every
+two types in one kernel, and every number of warps and stages (:func:`_layouts`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import itertools
 import traceback
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,12 +33,19 @@ COMPILED: Counter[str] = Counter()
 FAILED: dict[str, str] = {}
 PHASES: Counter[str] = Counter()
 """How many variants the back end has compiled, the front end alone has taken, and neither was given."""
-SEEN: set[object] = set()
-"""The variants that tests have launched, by kernel and Triton's key."""
-WHOLE: set[object] = set()
-"""What the back end has compiled, as :func:`_layouts` has it."""
-TAKEN: set[object] = set()
-"""What the front end has taken, as :func:`_features` has it."""
+
+
+class Variant(NamedTuple):
+    """What tests have launched: the arguments of Triton's ``_do_compile``, and what :func:`_layouts` and
+    :func:`_features` say of them."""
+
+    given: tuple[Any, ...]
+    layouts: set[object]
+    features: set[object]
+
+
+LAUNCHED: dict[Any, dict[str, Variant]] = {}
+"""The variants of every kernel, by Triton's key."""
 
 
 class _Taken(Exception):
@@ -59,16 +66,16 @@ _RUN = triton.JITFunction.run
 _DO_COMPILE = triton.JITFunction._do_compile
 
 
-def _layouts(kernel: Any, types: Iterable[tuple[object, str]], options: Any) -> set[object]:
+def _layouts(types: Iterable[tuple[object, str]], options: Any) -> set[object]:
     """What the back end may compile in another way: the type of each tensor, every two types, warps and stages.
 
     A type is that of a tensor's elements or of a number. Which arguments two types belong to matters to the front end,
     which has made the conversions between them.
     """
     types = list(types)
-    tensors = {(kernel, place, kind) for place, kind in types if kind.startswith("*")}
+    tensors = {(place, kind) for place, kind in types if kind.startswith("*")}
     met = itertools.combinations_with_replacement(sorted({kind for _, kind in types}), 2)
-    return tensors | {(kernel, pair) for pair in met} | {(kernel, options.num_warps, options.num_stages)}
+    return {*tensors, *met, (options.num_warps, options.num_stages)}
 
 
 def _types(kinds: Iterable[tuple[Any, Any]]) -> Iterator[tuple[object, str]]:
@@ -80,7 +87,7 @@ def _types(kinds: Iterable[tuple[Any, Any]]) -> Iterator[tuple[object, str]]:
             yield place, kind
 
 
-def _features(kernel: Any, signature: dict[str, str], constants: dict[Any, Any]) -> set[object]:
+def _features(signature: dict[str, str], constants: dict[Any, Any]) -> set[object]:
     """What the front end may take in another way: each type and constant of a variant, and every two of them.
 
     Of a number, it matters whether it is 0, 1, less than the 16 that a product of tiles needs, and a power of two as
@@ -88,8 +95,7 @@ def _features(kernel: Any, signature: dict[str, str], constants: dict[Any, Any])
     """
     found = [(place, repr(value)) for place, value in (*signature.items(), *constants.items())]
     kinds = [(place, "larger" if value.isdecimal() and value not in "01" else value) for place, value in found]
-    single = {(kernel, place, _kind(value)) for place, value in found}
-    return single | {(kernel, pair) for pair in itertools.combinations(kinds, 2)}
+    return {(place, _kind(value)) for place, value in found} | {*itertools.combinations(kinds, 2)}
 
 
 def _kind(value: str) -> object:
@@ -100,28 +106,40 @@ def _kind(value: str) -> object:
 
 
 def _do_compile(kernel: Any, key: str, signature: dict[str, str], device: int, constants: Any, options: Any,
-                *rest: Any) -> Any:  # fmt: skip
-    if (kernel, key) in SEEN:
-        return None
-    SEEN.add((kernel, key))
-    whole = _layouts(kernel, _types(signature.items()), options)
-    features = _features(kernel, signature, constants)
-    given = (key, signature, device, constants, options, *rest)
-    phase = "whole" if not whole <= WHOLE else "front end" if not features <= TAKEN else "neither"
-    PHASES[phase] += 1
-    WHOLE.update(whole)
-    TAKEN.update(features)
-    if phase == "whole":
-        return _DO_COMPILE(kernel, *given)
-    if phase == "front end":
-        knobs.runtime.add_stages_inspection_hook = _front_end_alone
-        try:
-            return _DO_COMPILE(kernel, *given)  # what has no front end of its own is compiled
-        except _Taken:
-            pass
-        finally:
-            knobs.runtime.add_stages_inspection_hook = None
-    return None
+                *rest: Any) -> None:  # fmt: skip
+    variants = LAUNCHED.setdefault(kernel, {})
+    if key not in variants:
+        layouts = _layouts(_types(signature.items()), options)
+        given = (key, signature, device, constants, options, *rest)
+        variants[key] = Variant(given, layouts, _features(signature, constants))
+
+
+def _cover(needed: set[object], sets: dict[str, set[object]]) -> list[str]:
+    """The keys of some of the sets, which have everything that is needed: the one with the most first."""
+    missing, taken = set(needed), []
+    while missing:
+        best = max(sets, key=lambda key: len(sets[key] & missing))
+        missing -= sets[best]
+        taken.append(best)
+    return taken
+
+
+def _compile_all(kernel: Any, variants: dict[str, Variant]) -> None:
+    layouts, features = ({key: variant[place] for key, variant in variants.items()} for place in (1, 2))
+    whole = _cover(set().union(*layouts.values()), layouts)
+    taken = set().union(*(features[key] for key in whole))
+    alone = _cover(set().union(*features.values()) - taken, features)
+    for key in whole:
+        _DO_COMPILE(kernel, *variants[key].given)
+    knobs.runtime.add_stages_inspection_hook = _front_end_alone
+    try:
+        for key in alone:
+            with contextlib.suppress(_Taken):  # what has no front end of its own is compiled
+                _DO_COMPILE(kernel, *variants[key].given)
+    finally:
+        knobs.runtime.add_stages_inspection_hook = None
+    left = len(variants) - len(whole) - len(alone)
+    PHASES.update({"whole": len(whole), "front end": len(alone), "neither": left})
 
 
 def _front_end_alone(backend: Any, stages: dict[str, Any], *rest: Any) -> None:
@@ -150,6 +168,11 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    for kernel, variants in LAUNCHED.items():
+        try:
+            _compile_all(kernel, variants)
+        except Exception:
+            FAILED.setdefault(f"{kernel.fn.__module__}.{kernel.fn.__name__}", traceback.format_exc())
     for name, error in FAILED.items():
         print(f"\n{name} does not compile:\n{error}")
     print("\n{whole} variants compiled by the back end, {front end} more taken by the front end, {neither} by neither"

@@ -70,7 +70,13 @@ def torch_compile() -> Iterator[None]:
 
 
 kept.MAX_EXPORTS = 1 << 20
-"""Tests compile equal models again and again, and need every export as long as they last."""
+"""Tests compile equal models again and again, and need every export as long as they last. What exports is imported
+behind this."""
+
+
+importlib.import_module("specgraph.drafters.dflash").RANDOM_LAYERS = 2
+"""Random block heads have five layers, as published ones do, of which each takes a tenth of a second to export, for
+every K. Two tell all that five do."""
 
 
 class _Hashed:

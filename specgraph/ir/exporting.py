@@ -43,7 +43,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def exporting() -> Iterator[None]:
     """For as long as the context lasts, this thread may export, and no other thread notices."""
     # This import takes a second, and torch.export makes it anyway.
-    from specgraph.compat import compile_lock, dynamo_config
+    from specgraph.compat import compile_lock, dynamo_config, proxy_tensor
 
     with _EXPORTING, compile_lock, contextlib.ExitStack() as stack:
         stack.enter_context(replaced(Patcher, "patch_method", _patching_here(Patcher.patch_method)))
@@ -52,6 +52,8 @@ def exporting() -> Iterator[None]:
             stack.enter_context(replaced(torch.compiler, name, here))
         # Symbolic shapes are seldom the same, so that a quarter of an export went to noting what is not asked for.
         stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
+        # What it finds stands in "val" as well, and asking symbolic sizes for three formats of memory takes long.
+        stack.enter_context(replaced(proxy_tensor, "_extract_tensor_metadata", lambda *_, **__: None))
         for name, method in (("__enter__", _enter_no_grad), ("__exit__", _exit_no_grad)):
             stack.enter_context(replaced_here(torch.no_grad, name, method))
         if hasattr(proxy, "CapturedTraceback"):

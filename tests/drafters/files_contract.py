@@ -17,7 +17,6 @@ import specgraph
 from specgraph.bench import run as bench_run
 from specgraph.cli import main
 from specgraph.config import DraftConfig
-from specgraph.drafters import dflash
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.heads import HeadDrafter
 from specgraph.drafters.registry import open_checkpoint
@@ -161,7 +160,6 @@ class FilesContract(Contract):
     ) -> None:
         """Two drafts for two sequences; the tensors that are read are counted."""
         monkeypatch.setattr(bench_run, "measure_bandwidth", lambda device: 1e9)
-        monkeypatch.setattr(dflash, "RANDOM_LAYERS", 2)
         options = ["device=cpu", "batch_sizes=[2]", "num_speculative_tokens=[2]", "steps=2", "warmup=1",
                    "prompt_length=9", "pipeline.verify=false", "debug.self_check=false"]  # fmt: skip
         written = tmp_path / "steps.json"

@@ -139,11 +139,12 @@ def test_options_say_where_they_come_from(tmp_path: Path) -> None:
     assert unnamed["feature_layers"] == ("hs[2], hs[18], hs[33]", "default: 2, L // 2, L - 3")
 
 
-def test_default_features_are_those_of_z_lab() -> None:
+def test_default_features_are_those_of_z_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer ids ``round(1 + i * (L - 4) / (n - 1))``, whose outputs are the hidden states behind them."""
     assert default_features(5, 36) == (2, 10, 18, 26, 34)
     assert default_features(5, 32) == (2, 9, 16, 23, 30)
     assert default_features(1, 36) == (19,)
+    monkeypatch.setattr(dflash, "RANDOM_LAYERS", 5)
     assert DFlashDrafter.feature_layers(4) == (2,) and DFlashDrafter.feature_layers(36) == (2, 10, 18, 26, 34)
 
 

@@ -23,7 +23,7 @@ HEADS = {
     "dspark": ("dspark", 2.5),
 }  # fmt: skip
 """By folder: the drafter that runs it, and a number of tokens per step that it exceeds by far on the model card."""
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 from tests.decoding import assert_same_tokens, compiled, reference_greedy
 from tests.models import ARCHITECTURES, make_model, ragged_prompts, shared_model
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 PROMPTS = ragged_prompts((3, 17, 8))
 BOTH = [*PROMPTS, *PROMPTS]
 DRAWN: dict[str, Any] = {"temperature": [0.0] * 3 + [1.0] * 3, "seed": [*range(6)]}

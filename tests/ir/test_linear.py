@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 import specgraph
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.tracing import trace
+from specgraph.ir import kept
 from specgraph.ir import linear as linears
 from specgraph.ir.linear import DENSE, describe
 from specgraph.ir.scheme import Scheme
@@ -154,7 +155,10 @@ INT8 = Int8(
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheme is known, and exports of its layers are kept, though their code is not of a trusted package."""
     monkeypatch.setattr(linears, "SCHEMES", [DENSE, INT8])
+    for name in ("TRUSTED", "_LIBRARIES"):
+        monkeypatch.setattr(kept, name, getattr(kept, name) | {"tests"})
 
 
 # Models

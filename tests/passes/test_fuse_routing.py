@@ -85,7 +85,7 @@ def test_the_nodes_of_a_router_go() -> None:
     program = first(target=trace(make_model("deepseek_v3")))
     after, _ = routed(program)
     nodes = [len(p.modules["target"].graph.nodes) for p in (program, after)]
-    assert nodes[0] - nodes[1] == 24 - 3  # those of ATen with their items, and the op with its two
+    assert nodes[0] - nodes[1] == 23 - 3  # those of ATen with their items, and the op with its two
 
 
 def test_phimoe_chooses_in_another_way() -> None:

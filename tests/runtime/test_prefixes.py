@@ -93,7 +93,7 @@ def drafts_of(session: Session, prompt: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("drafter", [name for name in test_matrix.DRAFTERS if name not in LOOKUPS])
 def test_what_heads_keep_of_a_shared_prefix_is_right(drafter: str) -> None:
-    prompts = [prompt % test_matrix.VOCAB for prompt in PROMPTS[::2]]
+    prompts = [PROMPTS[index] % test_matrix.VOCAB for index in (0, 4, 6, 8)]  # share 16 to 24 tokens
     extra = {"max_batch_size": 3, "max_length": 64, "cache": CONFIG["cache"]}
     decoder = test_matrix.decoder(drafter, None, "llama", "probabilistic", 3, **extra)
     with decoder.session() as session:

@@ -27,7 +27,7 @@ from tests.models import ragged_prompts
 
 RULES = ("probabilistic", "block")
 DRAFTERS = ("ngram", "draft_model", "eagle3", "mtp, 3 chained", "dflash")
-K, NEW_TOKENS, TRIALS = 3, 10, 8
+K, NEW_TOKENS, TRIALS = 3, 10, 4
 PROMPTS = ragged_prompts((1, 2, 4, 7, 9, 17), vocab=VOCAB)
 SEEDS = (11, -5, 1 << 40, 7, 3, -(1 << 50))
 OPTIONS = harness.Options((2.0, 1.5, 3.0, 2.0, 2.5, 2.0), (0, 0, 6, 0, 0, 7), SEEDS)
@@ -122,12 +122,14 @@ def test_no_cut_and_no_neighbour_moves_a_token_or_a_draft(drafter: str, rule: st
     assert different_plays(made(drafter, rule)) == 0
 
 
-@pytest.mark.parametrize(("drafter", "rule"), [*zip(DRAFTERS, itertools.cycle(RULES))])
-def test_the_chunk_of_a_decoder_and_its_batch_move_no_token(drafter: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "rule", "chunks"), [*zip(DRAFTERS, itertools.cycle(RULES), itertools.cycle([(1, 5), (3, 256), (3, 5)]))]
+)
+def test_the_chunk_of_a_decoder_and_its_batch_move_no_token(drafter: str, rule: str, chunks: tuple[int, int]) -> None:
     """By the public call."""
     everyone = [*range(len(PROMPTS))]
     alone = [new_tokens(made(drafter, rule), [row])[0] for row in everyone]
-    for chunk in (1, 3, 5, 256):
+    for chunk in chunks:
         other = decoder(drafter, None, "llama", rule, K, cache={"prefill_chunk": chunk, "block_size": 4})
         assert new_tokens(other, everyone) == alone
 

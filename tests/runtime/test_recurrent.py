@@ -24,7 +24,7 @@ from tests.models import BASE, HYBRIDS, make_head, make_model, ragged_prompts
 
 LENGTHS = (1, 2, 40, 7)
 PROMPTS = ragged_prompts(LENGTHS)
-NEW = 20
+NEW = 16
 SMALL = "lfm2"
 """The architecture that traces soonest."""
 DELTA = "olmo_hybrid"

@@ -6,6 +6,7 @@ last position for which the decoder was compiled, so that transformers itself ta
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -57,6 +58,12 @@ def forced_greedy(model: Any, prompts: list[Tensor], new_tokens: int, length: in
     return found
 
 
+@functools.cache
+def expected_of(name: str) -> list[Tensor]:
+    """The greedy tokens behind ``PROMPTS`` with the frequencies of ``LENGTH``."""
+    return forced_greedy(model_of(name), PROMPTS, NEW)
+
+
 def greedy(decoder: specgraph.SpeculativeDecoder, prompts: list[Tensor] = PROMPTS, new_tokens: int = NEW) -> Any:
     return decoder.generate(prompts, max_new_tokens=new_tokens, eos_token_id=[])
 
@@ -67,8 +74,7 @@ def test_tokens_across_the_original_length_are_those_of_one_set_of_frequencies(n
     model = model_of(name)
     draft = model_of(name, num_hidden_layers=1) if kind == "draft_model" else None
     decoder = compiled(model, kind, draft=draft, max_length=LENGTH)
-    out = greedy(decoder)
-    expected = forced_greedy(model, PROMPTS, NEW)
+    out, expected = greedy(decoder), expected_of(name)
     assert_same_tokens(model, PROMPTS, out.new_tokens, expected)
     with decoder.session() as session:
         ids = [session.submit(prompt, max_new_tokens=NEW, eos_token_id=[]) for prompt in PROMPTS]
@@ -103,8 +109,7 @@ def test_up_to_the_original_length_tokens_are_those_of_transformers(name: str, l
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_base_that_has_grown_further_is_not_taken_over(name: str) -> None:
-    model = model_of(name)
-    expected = forced_greedy(model, PROMPTS[:2], NEW)
+    model, expected = model_of(name), expected_of(name)[:2]
     with torch.no_grad():
         model(torch.zeros(1, 2 * LENGTH, dtype=torch.int64))
     decoder = specgraph.compile_speculative(model, {**CONFIG, "debug": {"self_check": True}, "max_length": LENGTH})

@@ -72,7 +72,7 @@ def test_free_text_then_structure_with_and_without_drafts(
     shown = TOKENIZER(" 3+4 = 3++4")["input_ids"]
     prompts = [PROMPT, [*PROMPT, *shown, *PROMPT], [*shown, *shown, 222]]
     options: dict[str, Any] = {
-        "max_new_tokens": 40, "temperature": temperature, "seed": [3, 4, 5], "tokenizer": TOKENIZER,
+        "max_new_tokens": 28, "temperature": temperature, "seed": [3, 4, 5], "tokenizer": TOKENIZER,
         "structure_after": [after, after, None], "regex": "[xyz ]{5}!", "sequence_bias": {(EQUALS,): 3.0},
     }  # fmt: skip
     out, expected = drafted.generate(prompts, **options), plain.generate(prompts, **options)

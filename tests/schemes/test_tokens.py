@@ -31,11 +31,20 @@ from tests.kernels.packed.definition import FAULTS, PUBLISHED_FAULTS
 from tests.models import make_model, ragged_prompts
 from tests.once import once
 from tests.pairwise import cover, product
-from tests.schemes.models import FORMATS, SCHEMES, oracle, packed_experts, packed_layers, quantised, sizes
+from tests.schemes import models
+from tests.schemes.models import FORMATS, SCHEMES, oracle, packed_experts, packed_layers, sizes
 
 PROMPTS = ragged_prompts()
 NEW_TOKENS = 12
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+
+
+def quantised(
+    architecture: str = "llama", scheme: str = "int4", dtype: torch.dtype = torch.float64, **options: Any
+) -> PreTrainedModel:
+    """A packed model, whose mixture has one layer. GPT-OSS has two in every scheme."""
+    layers = {"qwen3_moe": 1}.get(architecture)
+    return models.quantised(architecture, scheme, dtype, **{"layers": layers, **options})
 
 
 @once
