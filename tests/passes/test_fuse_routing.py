@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**NORMALISED, "weight_dtype": BF16},
     "qwen2_moe": {**SOFTMAX, "weight_dtype": BF16},
     "qwen3_moe": {**SOFTMAX, "weight_dtype": BF16},
-    "olmoe": {**SOFTMAX, "weight_dtype": BF16, "top_k": 8},
+    "olmoe": {**SOFTMAX, "weight_dtype": BF16},
     "jamba": {**SOFTMAX, "weight_dtype": BF16},
     "lfm2_moe": {**SIGMOID, "epsilon": 1e-6, "score_dtype": BF16, "weight_dtype": BF16},
     "step_text": SIGMOID,
