@@ -86,7 +86,7 @@ def packed_places(
         extra: the room for further rows of every sequence, so that there is room for ``R + B * extra`` in all.
         limited: the further rows of all sequences are ``R`` at most, and there is no more room than for the whole grid.
     """
-    batch, width, room = num_rows.shape[0], grid if isinstance(grid, int) else grid.shape[1], capacity.shape[0]
+    batch, width, room = num_rows.shape[0], _width(grid), capacity.shape[0]
     further = batch * extra
     room = min(room + min(further, room), batch * width) if limited else room + further
     return torch.ops.specgraph.packed_places(num_rows, room, width)
@@ -97,7 +97,11 @@ def unpack_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor | int) -> Tenso
 
     ``grid`` ``[B, W, ...]`` gives the width, or is the width.
     """
-    return torch.ops.specgraph.unpack_rows(values, cu_seqlens, grid if isinstance(grid, int) else grid.shape[1])
+    return torch.ops.specgraph.unpack_rows(values, cu_seqlens, _width(grid))
+
+
+def _width(grid: Tensor | int) -> int:
+    return grid if isinstance(grid, int) else grid.shape[1]
 
 
 def needed_packed_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor, num_forced: Tensor, count: int) -> Tensor:
@@ -116,8 +120,7 @@ def num_needed(num_rows: Tensor, num_forced: Tensor, grid: Tensor, needed: Tenso
 
 def packed_places_reference(given: PackedPlaces) -> tuple[Tensor, Tensor]:
     """:class:`PackedPlaces` in plain PyTorch."""
-    counts, width = given.num_rows.clamp(0, given.width), given.width
-    capacity = given.room
+    counts, width, capacity = given.num_rows.clamp(0, given.width), given.width, given.room
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 1)).clamp_max(capacity)
     starts[-1] = capacity
     row = torch.arange(capacity, device=starts.device)

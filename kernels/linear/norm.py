@@ -35,7 +35,8 @@ from specgraph.kernels.linear.strides import Rows, aligned, row_options
 from specgraph.kernels.ops import declare, triton_or_reference
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of a dtype are computed: float32, or float64 if they have that."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -116,7 +117,7 @@ class RowMean:
 def rms_norm_reference(given: RmsNorm) -> Tensor:
     """:class:`RmsNorm` in plain PyTorch."""
     x, weight = given.x, given.weight
-    exact = x.to(_exact(x.dtype))
+    exact = x.to(exact_dtype(x.dtype))
     normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + given.eps)
     if weight is not None:
         normed = normed * (weight.to(exact.dtype) + given.offset)
@@ -134,7 +135,7 @@ def rms_norm_pair_reference(given: RmsNormPair) -> Tensor:
 def layer_norm_reference(given: LayerNorm) -> Tensor:
     """:class:`LayerNorm` in plain PyTorch."""
     x = given.x
-    exact = x.to(_exact(x.dtype))
+    exact = x.to(exact_dtype(x.dtype))
     centred = exact - exact.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + given.eps)
     if given.weight is not None:
@@ -147,7 +148,7 @@ def layer_norm_reference(given: LayerNorm) -> Tensor:
 def row_mean_reference(given: RowMean) -> Tensor:
     """:class:`RowMean` in plain PyTorch."""
     x = given.x
-    return x.to(_exact(x.dtype)).mean(-1, keepdim=True).to(x.dtype).contiguous()
+    return x.to(exact_dtype(x.dtype)).mean(-1, keepdim=True).to(x.dtype).contiguous()
 
 
 @triton.jit

@@ -27,12 +27,9 @@ from torch import Tensor
 from specgraph.kernels.checks import check_shapes, require
 from specgraph.kernels.launch import gdc_launch_dependents, gdc_wait, launch
 from specgraph.kernels.linear.head_norms import placed_heads
+from specgraph.kernels.linear.norm import exact_dtype
 from specgraph.kernels.linear.strides import Rows, aligned, alignment_of, row_options
 from specgraph.kernels.ops import declare, triton_or_reference
-
-
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 @dataclass(slots=True)
@@ -76,14 +73,14 @@ class RmsNormPart:
 
 def mean_squares_reference(given: MeanSquares) -> Tensor:
     """:class:`MeanSquares` in plain PyTorch."""
-    means = [x.to(_exact(x)).square().mean(-1, keepdim=True) for x in given.inputs]
+    means = [x.to(exact_dtype(x.dtype)).square().mean(-1, keepdim=True) for x in given.inputs]
     return torch.cat(means, -1) / given.count
 
 
 def rms_norm_part_reference(given: RmsNormPart) -> Tensor:
     """:class:`RmsNormPart` in plain PyTorch."""
     x, place = given.x, given.place
-    normed = x.to(_exact(x)) * torch.rsqrt(given.means[..., place : place + 1] + given.eps)
+    normed = x.to(exact_dtype(x.dtype)) * torch.rsqrt(given.means[..., place : place + 1] + given.eps)
     if given.weight is not None:
         normed = normed * (given.weight.to(normed.dtype) + given.offset)
     return normed.to(x.dtype).contiguous()
@@ -160,18 +157,19 @@ def _mean_squares_fake(given: MeanSquares) -> Tensor:
     alike = first.is_floating_point() and all(x.dtype == first.dtype for x in given.inputs)
     require(alike, lambda: f"inputs must be of one floating-point dtype, not {[str(x.dtype) for x in given.inputs]}")
     require(given.count > 0, lambda: f"count must be at least 1, not {given.count}")
-    return first.new_empty((*first.shape[:-1], len(given.inputs)), dtype=_exact(first))
+    return first.new_empty((*first.shape[:-1], len(given.inputs)), dtype=exact_dtype(first.dtype))
 
 
 def _rms_norm_part_fake(given: RmsNormPart) -> Tensor:
     x, means = given.x, given.means
     require(x.dim() >= 1 and x.dtype.is_floating_point, lambda: f"x must be float [..., H], not {x.dtype} {x.dim()}-d")
     check_shapes(given, x="... H", weight="H", means="... N")
-    fits = means.dtype == _exact(x) and means.shape[:-1] == x.shape[:-1] and 0 <= given.place < means.shape[-1]
+    rows_of_x = means.dtype == exact_dtype(x.dtype) and means.shape[:-1] == x.shape[:-1]
+    fits = rows_of_x and 0 <= given.place < means.shape[-1]
     require(
         fits,
-        lambda: f"means must be {_exact(x)} {[*x.shape[:-1]]} and more than {given.place} numbers, not {means.dtype} "
-        f"{list(means.shape)}",
+        lambda: f"means must be {exact_dtype(x.dtype)} {[*x.shape[:-1]]} and more than {given.place} numbers, not "
+        f"{means.dtype} {list(means.shape)}",
     )
     return x.new_empty(x.shape)
 

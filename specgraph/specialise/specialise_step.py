@@ -118,13 +118,15 @@ def _drop_masks(program: Program, count: int) -> None:
 
     What Inductor has compiled stays as it is, since it would be compiled once more for every number.
     """
+    rows = max(count, 1)  # the last of the real rows gives the first draft
     for expanded in calls(program.graph, step.expand_draft_inputs):
-        called = {user for item in expanded.users for user in item.users if user.op == "call_module"}
-        if program.compiled.isdisjoint(str(call.target) for call in called):
-            set_argument(expanded, "count", max(count, 1) - 1)
-            for name in {str(call.target) for call in called}:
-                (rows,) = calls(program.modules[name].graph, step.take_rows)
-                set_argument(rows, "count", max(count, 1))
+        readers = (user for item in expanded.users for user in item.users)
+        names = {str(user.target) for user in readers if user.op == "call_module"}
+        if program.compiled.isdisjoint(names):
+            set_argument(expanded, "count", rows - 1)
+            for name in names:
+                (taken,) = calls(program.modules[name].graph, step.take_rows)
+                set_argument(taken, "count", rows)
                 program.modules[name].recompile()
 
 

@@ -21,7 +21,7 @@ FALL = 1 / 1024
 STEPS = 8
 """Of so many last steps, :class:`TypicalCosts` takes the median."""
 TYPICAL_FALL = 1 / 8192
-"""As :data:`FALL` for these."""
+"""As :data:`FALL` for :class:`TypicalCosts`."""
 OLD = 0.97
 """What has fallen to this part is forgotten when it is tried again."""
 
@@ -41,24 +41,30 @@ class StepCosts:
 
     Attributes:
         enough: how many steps it takes to know a cost; the first one may have compiled code.
+        fall: the part by which an estimate falls for every other step of its kind.
     """
 
-    enough = 2
+    enough, fall = 2, FALL
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, dict[Any, _Estimate]] = {}
 
     def add(self, kind: Hashable, rows: Hashable, seconds: float) -> None:
         """Take note of a step of so many rows, or of what else stands for them."""
-        known = self._kinds.setdefault(kind, {})
-        for other, estimate in [*known.items()]:
-            if other != rows:
-                estimate.seconds -= FALL * estimate.seconds
+        known = self._others_fallen(kind, rows)
         if (old := known.get(rows)) is None:
             known[rows] = _Estimate(seconds)
             return
         risen = old.seconds + RISE * (min(seconds, MOST_RISE * old.seconds) - old.seconds)
         old.seconds, old.tries = min(seconds, risen), old.tries + 1
+
+    def _others_fallen(self, kind: Hashable, rows: Hashable) -> dict[Any, _Estimate]:
+        """The estimates of a kind, of which those of other numbers of rows have fallen."""
+        known = self._kinds.setdefault(kind, {})
+        for other, estimate in [*known.items()]:
+            if other != rows:
+                estimate.seconds -= self.fall * estimate.seconds
+        return known
 
     def kinds(self) -> list[Any]:
         """The kinds of steps of which any is known."""
@@ -97,14 +103,11 @@ class TypicalCosts(StepCosts):
     best K gives, and one 0.84; with medians, none had less than 0.97.
     """
 
-    enough = 3
+    enough, fall = 3, TYPICAL_FALL
 
     def add(self, kind: Hashable, rows: Hashable, seconds: float) -> None:
         """As :meth:`StepCosts.add`."""
-        known = self._kinds.setdefault(kind, {})
-        for other, estimate in [*known.items()]:
-            if other != rows:
-                estimate.seconds -= TYPICAL_FALL * estimate.seconds
+        known = self._others_fallen(kind, rows)
         own = known.get(rows)
         if not isinstance(own, _Typical) or own.seconds < OLD * statistics.median(own.last):
             known[rows] = own = _Typical(seconds)
