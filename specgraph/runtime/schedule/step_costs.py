@@ -99,8 +99,8 @@ class TypicalCosts(StepCosts):
     """Estimates for steps that are read one behind the other while the device goes on: medians of the last ones.
 
     If the host is late to read one of them, the next one seems to have taken less than it has. With an estimate that
-    falls to that at once, and is known from two steps, 3% of 192 made-up runs had less than 0.95 of the tokens that the
-    best K gives, and one 0.84; with medians, none had less than 0.97.
+    falls to that at once, and is known from two steps, 3% of 192 simulated runs had less than 0.95 of the tokens that
+    the best K gives, and one 0.84; with medians, none had less than 0.97.
     """
 
     enough, fall = 3, TYPICAL_FALL
